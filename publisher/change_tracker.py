@@ -3,7 +3,6 @@
 import logging
 import operator
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, groupby
@@ -12,6 +11,7 @@ from typing import Any, TypeVar, cast
 from kv_events.digest import Digest
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_EXTRA_KEY_BYTES
+from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
 from publisher import event_columns
 from publisher.change_queue import ChangeQueue, PageChanges
@@ -26,8 +26,6 @@ from publisher.settings import PublisherSettings
 logger = logging.getLogger(__name__)
 
 _E = TypeVar("_E", BlockStored, BlockRemoved)
-
-_LOG_INTERVAL_S = 10.0
 
 _MAX_DEFERRED_CALLS = 64
 _MAX_DEFERRED_PAGES = 256
@@ -83,8 +81,7 @@ class ChangeTracker:
             blocks = BlockTable(settings.ledger_pages)
         self.ledger = Ledger(settings.ledger_pages, self.queue, blocks)
         self._rejected: Counter[str] = Counter()
-        self._logged: dict[str, int] = {}
-        self._logged_at = -_LOG_INTERVAL_S
+        self._limited_logger = RateLimitedLogger(logger, f"publisher {settings.worker}")
         self._is_closed = False
         self._deferred: deque[tuple[EngineEvent, ...]] = deque()  # filled without the lock
         self.is_deferring = False
@@ -163,10 +160,7 @@ class ChangeTracker:
     def _reject(self, reason: str, num_events: int) -> None:
         """Count invalid events, and log the numbers at intervals."""
         self._rejected[reason] += num_events
-        if time.monotonic() >= self._logged_at + _LOG_INTERVAL_S and self._rejected != self._logged:
-            self._logged_at = time.monotonic()
-            self._logged = dict(self._rejected)
-            logger.warning("publisher %s: engine events dropped so far: %s", self._worker, self._logged)
+        self._limited_logger.warning("engine events dropped so far: %s", dict(self._rejected))
 
     def _note_lost_events(self) -> None:
         logger.exception("publisher %s: events lost; a resync follows", self._worker)
