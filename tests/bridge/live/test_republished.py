@@ -11,7 +11,6 @@ import pytest
 
 from bridge.republisher import RepublishError, complete_batch
 from bridge.settings import EngineSettings
-from kv_events.errors import InvalidValueError
 from tests.rigs.bridge import LiveBridge, bridged, pages, prompt, store
 from tests.support.engines.event_payloads import MASK64, cleared, payload, removed, stored
 from tests.support.engines.zmq_engine import ZmqEngine
@@ -156,21 +155,6 @@ PLAIN = stored([7, -1], list(range(8)), parent=5)
 )
 def test_events_of_all_engines_become_complete_maps(batch: bytes, events: list[dict[str, Any]]) -> None:
     assert msgspec.msgpack.decode(complete_batch(batch)) == [1.5, events, None]
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"worker": None, "model": None, "republish": "tcp://*:1"}, "worker"),
-        ({"republish_replay": "tcp://*:1"}, "republish"),
-        ({"republish": "nowhere"}, "republish"),
-        ({"republish": "tcp://*:65535", "num_ranks": 2}, "republish"),
-    ],
-)
-def test_addresses_that_cannot_be_used_are_named(fields: dict[str, Any], named: str) -> None:
-    with pytest.raises(InvalidValueError) as refused:
-        EngineSettings(**{"worker": "w", "model": "m", "endpoint": "tcp://h:1", **fields})
-    assert refused.value.field == named
 
 
 async def test_an_address_in_use_is_an_error_and_the_engine_can_be_added_later() -> None:
