@@ -22,28 +22,37 @@ SEQ = (258).to_bytes(8, "big")
 class Pair:
     """Two connected sockets of one process."""
 
-    def __init__(self) -> None:
-        self._context = zmq.Context()
-        self._sender, self.reader = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._sender, self.reader = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         for each in (self._sender, self.reader):
             each.setsockopt(zmq.SNDHWM, 0)
             each.setsockopt(zmq.RCVHWM, 0)
-        self._sender.bind("inproc://pair")
-        self.reader.connect("inproc://pair")
+        address = f"inproc://{id(self)}"
+        self._sender.bind(address)
+        self.reader.connect(address)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._sender.close(linger=0)
+        self.reader.close(linger=0)
 
     def send(self, messages: list[list[bytes]]) -> None:
         for frames in messages:
             self._sender.send_multipart(frames)
 
-    def close(self) -> None:
-        self._context.destroy(linger=0)
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    with zmq.Context() as own:
+        yield own
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    pair = Pair()
-    yield pair
-    pair.close()
+def pair(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Pair]:
+    with Pair(context) as pair:
+        yield pair
 
 
 frame = st.binary(max_size=20) | st.sampled_from([b"", b"kv@w@m", SEQ, bytes(8), b"\xff" * 8, b"x" * 5000])
@@ -123,31 +132,20 @@ def test_an_inbox_is_used_again_when_it_is_free() -> None:
 BOUND = 10_000
 
 
-class Waiting:
-    """Two sockets within the process, and the backlog of the one that receives."""
+class Waiting(Pair):
+    """Two sockets, and the backlog of the one that receives."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], inboxes: Inboxes) -> None:
-        self._receiver, self._sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-        address = f"inproc://{id(self)}"
-        self._receiver.bind(address)
-        self._sender.connect(address)
+        super().__init__(context)
         self.counters = BridgeCounters()
         self._inboxes = inboxes
-        self.backlog = Backlog(inboxes, zmq.asyncio.Socket.shadow(self._receiver), self.counters)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._receiver.close(linger=0)
-        self._sender.close(linger=0)
+        self.backlog = Backlog(inboxes, zmq.asyncio.Socket.shadow(self.reader), self.counters)
 
     def add(self, first: int, payloads: Sequence[bytes]) -> None:
         """Send messages with ascending numbers, and add them."""
-        for seq, payload in enumerate(payloads, first):
-            self._sender.send_multipart((b"topic", seq.to_bytes(8, "big"), payload))
+        self.send([[b"topic", seq.to_bytes(8, "big"), payload] for seq, payload in enumerate(payloads, first)])
         with self._inboxes.one() as inbox:
-            inbox.receive(self._receiver, with_topics=True)
+            inbox.receive(self.reader, with_topics=True)
             self.backlog.add(inbox)
 
     def taken(self) -> list[tuple[str, int, bytes]]:
@@ -158,12 +156,6 @@ class Waiting:
                 batches = map(sent.messages.one, range(len(sent.messages)))
                 found += [(sent.topic, seq, bytes(payload)) for seq, payload in batches]
         return found
-
-
-@pytest.fixture(scope="module")
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    with zmq.Context() as own:
-        yield own
 
 
 @given(st.lists(st.lists(st.binary(max_size=3000), min_size=1, max_size=5), max_size=12))
