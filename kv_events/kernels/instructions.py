@@ -1,7 +1,9 @@
 """Machine instructions that numba does not provide, as functions for kernels."""
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import extending, types
@@ -11,205 +13,170 @@ NUM_LANES = 8
 """Number of u64 that `lanes_equal` compares at once: one cache line."""
 
 _BYTE, _WORD32, _WORD64, _WORD128 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.IntType(128)
-_LANES = ir.VectorType(_WORD64, NUM_LANES)
+_LANES, _SIXTEEN, _SIXTY_FOUR = ir.VectorType(_WORD64, NUM_LANES), ir.VectorType(_BYTE, 16), ir.VectorType(_BYTE, 64)
+_YES = ir.Constant(ir.IntType(1), 1)
 _cgutils: Any = cgutils
 intrinsic: Any = extending.intrinsic
 
 
-@intrinsic
-def lowest_bit(_typing: Any, word: Any) -> Any:
+class _Code(NamedTuple):
+    """The place where numba wants the code of an instruction."""
+
+    context: Any
+    builder: Any
+    signature: Any
+    args: Any
+
+    def element(self, kind: ir.Type, first: int = 0) -> Any:
+        """Return a pointer to a `kind` at element args[first + 1] of the array args[first]."""
+        view = self.context.make_array(self.signature.args[first])(self.context, self.builder, self.args[first])
+        return self.builder.bitcast(self.builder.gep(view.data, [self.args[first + 1]]), kind.as_pointer())
+
+    def splat(self, value: Any, lanes: ir.VectorType) -> Any:
+        """Return a vector with all lanes set to one value."""
+        nothing, order = ir.Constant(lanes, ir.Undefined), ir.VectorType(_WORD32, lanes.count)
+        first = self.builder.insert_element(nothing, value, _WORD32(0))
+        return self.builder.shuffle_vector(first, nothing, ir.Constant(order, [0] * lanes.count))
+
+
+def _instruction(returned: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Declare a function for kernels by the one that builds its code.
+
+    parameters: their types. `types.Array`: arrays of any type. Arrays are not converted.
+    """
+
+    def declare(build: Callable[..., Any]) -> Any:
+        def typing(context: Any, *given: Any) -> Any:
+            kinds = []
+            for wanted, each in zip(parameters, given, strict=True):
+                is_array = isinstance(each, types.Array)
+                if not (is_array if wanted is types.Array else context.can_convert(each, wanted) is not None):
+                    return None
+                kinds.append(each if is_array else wanted)
+            return returned(*kinds), lambda *code: build(_Code(*code), *code[-1])
+
+        return intrinsic(wraps(build)(typing))
+
+    return declare
+
+
+@_instruction(types.int64, types.uint64)
+def lowest_bit(code: _Code, word: Any) -> Any:
     """Return the number of the lowest set bit of a non-zero u64, as an int64."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.int64(types.uint64), codegen
+    return code.builder.cttz(word, _YES)
 
 
-@intrinsic
-def leading_zeros(_typing: Any, word: Any) -> Any:
+@_instruction(types.int64, types.uint64)
+def leading_zeros(code: _Code, word: Any) -> Any:
     """Return the number of zero bits above the highest set bit of a non-zero u64, as an int64."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.int64(types.uint64), codegen
+    return code.builder.ctlz(word, _YES)
 
 
-@intrinsic
-def upper_product(_typing: Any, word: Any, low: Any, high: Any) -> Any:
+@_instruction(types.uint64, types.uint64, types.uint64, types.uint64)
+def upper_product(code: _Code, word: Any, low: Any, high: Any) -> Any:
     """Return the upper half of `word * (high << 64 | low)` modulo 2**128. All are u64."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        word, low, high = (builder.zext(each, _WORD128) for each in args)
-        product = builder.mul(word, builder.or_(low, builder.shl(high, _WORD128(64))))
-        return builder.trunc(builder.lshr(product, _WORD128(64)), _WORD64)
-
-    return types.uint64(types.uint64, types.uint64, types.uint64), codegen
+    builder = code.builder
+    word, low, high = (builder.zext(each, _WORD128) for each in (word, low, high))
+    product = builder.mul(word, builder.or_(low, builder.shl(high, _WORD128(64))))
+    return builder.trunc(builder.lshr(product, _WORD128(64)), _WORD64)
 
 
-@intrinsic
-def folded_product(_typing: Any, a: Any, b: Any) -> Any:
+@_instruction(types.uint64, types.uint64, types.uint64)
+def folded_product(code: _Code, a: Any, b: Any) -> Any:
     """Return the lower half XOR the upper half of the product of two u64."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        product = builder.mul(*(builder.zext(each, _WORD128) for each in args))
-        return builder.trunc(builder.xor(product, builder.lshr(product, _WORD128(64))), _WORD64)
-
-    return types.uint64(types.uint64, types.uint64), codegen
+    builder = code.builder
+    product = builder.mul(builder.zext(a, _WORD128), builder.zext(b, _WORD128))
+    return builder.trunc(builder.xor(product, builder.lshr(product, _WORD128(64))), _WORD64)
 
 
-@intrinsic
-def vector_of(_typing: Any, data: Any) -> Any:
-    """Return `bytes` as a read-only u8 array, so that helpers know one type of text."""
-
-    def codegen(_context: Any, _builder: Any, _signature: Any, args: Any) -> Any:
-        return args[0]  # numba has one layout for both
-
-    return types.Array(types.uint8, 1, "C", readonly=True)(data), codegen
+@_instruction(types.Array(types.uint8, 1, "C", readonly=True), types.Bytes(types.uint8, 1, "C", readonly=True))
+def vector_of(_code: _Code, data: Any) -> Any:
+    """Return `bytes` as a read-only u8 array, so that helpers know one type of text. numba has one layout for both."""
+    return data
 
 
-@intrinsic
-def eight_bytes(_typing: Any, data: Any, at: Any) -> Any:
+@_instruction(types.uint64, types.Array, types.int64)
+def eight_bytes(code: _Code, data: Any, at: Any) -> Any:
     """Load eight bytes of a u8 array, from index `at` on, as a big-endian u64. The caller checks the bounds."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = builder.load(_place(context, builder, signature, args, _WORD64), align=1)
-        return builder.bswap(word) if sys.byteorder == "little" else word
-
-    return types.uint64(data, types.int64), codegen
+    word = code.builder.load(code.element(_WORD64), align=1)
+    return code.builder.bswap(word) if sys.byteorder == "little" else word
 
 
-@intrinsic
-def bytes_between(_typing: Any, data: Any, at: Any, first: Any, last: Any) -> Any:
+@_instruction(types.uint64, types.Array, types.int64, types.uint8, types.uint8)
+def bytes_between(code: _Code, data: Any, at: Any, first: Any, last: Any) -> Any:
     """Find the bytes from `first` to `last` among 64 bytes of a u8 array, from index `at` on.
 
     Bit i of the result, a u64, is set if element at + i is one. The caller checks the bounds. For little-endian
     machines.
     """
-    lanes = ir.VectorType(_BYTE, 64)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        found = builder.load(_place(context, builder, signature, args, lanes), align=1)
-        above = builder.sub(found, _splat(builder, args[2], lanes))
-        most = _splat(builder, builder.sub(args[3], args[2]), lanes)
-        return builder.bitcast(builder.icmp_unsigned("<=", above, most), _WORD64)
-
-    return types.uint64(data, types.int64, types.uint8, types.uint8), codegen
+    builder = code.builder
+    above = builder.sub(builder.load(code.element(_SIXTY_FOUR), align=1), code.splat(first, _SIXTY_FOUR))
+    most = code.splat(builder.sub(last, first), _SIXTY_FOUR)
+    return builder.bitcast(builder.icmp_unsigned("<=", above, most), _WORD64)
 
 
-@intrinsic
-def copy_sixteen(_typing: Any, target: Any, at: Any, source: Any, start: Any) -> Any:
+@_instruction(types.none, types.Array, types.int64, types.Array, types.int64)
+def copy_sixteen(code: _Code, target: Any, at: Any, source: Any, start: Any) -> Any:
     """Copy 16 bytes between u8 arrays, from index `start` to index `at`. The caller checks the bounds."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(_BYTE, 16)
-        found = builder.load(_place(context, builder, signature, args, kind, 2), align=1)
-        builder.store(found, _place(context, builder, signature, args, kind), align=1)
-        return context.get_dummy_value()
-
-    return types.none(target, types.int64, source, types.int64), codegen
+    found = code.builder.load(code.element(_SIXTEEN, 2), align=1)
+    code.builder.store(found, code.element(_SIXTEEN), align=1)
+    return code.context.get_dummy_value()
 
 
-@intrinsic
-def put_eight(_typing: Any, target: Any, at: Any, word: Any) -> Any:
+@_instruction(types.none, types.Array, types.int64, types.uint64)
+def put_eight(code: _Code, target: Any, at: Any, word: Any) -> Any:
     """Store a u64 as eight bytes of a u8 array, from index `at` on, lowest byte first. The caller checks the bounds."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = args[2] if sys.byteorder == "little" else builder.bswap(args[2])
-        builder.store(word, _place(context, builder, signature, args, _WORD64), align=1)
-        return context.get_dummy_value()
-
-    return types.none(target, types.int64, types.uint64), codegen
+    word = word if sys.byteorder == "little" else code.builder.bswap(word)
+    code.builder.store(word, code.element(_WORD64), align=1)
+    return code.context.get_dummy_value()
 
 
-@intrinsic
-def swapped(_typing: Any, word: Any) -> Any:
+@_instruction(types.uint64, types.uint64)
+def swapped(code: _Code, word: Any) -> Any:
     """Return a u64 with its bytes in reverse order."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.bswap(args[0])
-
-    return types.uint64(types.uint64), codegen
+    return code.builder.bswap(word)
 
 
-@intrinsic
-def float_bits(_typing: Any, value: Any) -> Any:
+@_instruction(types.uint64, types.float64)
+def float_bits(code: _Code, value: Any) -> Any:
     """Return the bits of a float64 as a u64."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _WORD64)
-
-    return types.uint64(types.float64), codegen
+    return code.builder.bitcast(value, _WORD64)
 
 
-@intrinsic
-def prefetch(_typing: Any, array: Any, index: Any) -> Any:
+@_instruction(types.none, types.Array, types.int64)
+def prefetch(code: _Code, array: Any, index: Any) -> Any:
     """Prefetch the cache line of an array's element. The call does not wait, and an index out of bounds is harmless."""
-    if not isinstance(array, types.Array):
-        return None
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = _place(context, builder, signature, args, _BYTE)
-        kind = ir.FunctionType(ir.VoidType(), [address.type, _WORD32, _WORD32, _WORD32])
-        function = _cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [address, _WORD32(0), _WORD32(3), _WORD32(1)])  # for reading, to keep, data
-        return context.get_dummy_value()
-
-    return types.none(array, types.int64), codegen
+    address = code.element(_BYTE)
+    kind = ir.FunctionType(ir.VoidType(), [address.type, _WORD32, _WORD32, _WORD32])
+    function = _cgutils.get_or_insert_function(code.builder.module, kind, "llvm.prefetch.p0")
+    code.builder.call(function, [address, _WORD32(0), _WORD32(3), _WORD32(1)])  # for reading, to keep, data
+    return code.context.get_dummy_value()
 
 
-@intrinsic
-def address_of(_typing: Any, array: Any, index: Any) -> Any:
+@_instruction(types.uint64, types.Array, types.int64)
+def address_of(code: _Code, array: Any, index: Any) -> Any:
     """Return the address of an array's element as a u64. The caller checks the bounds."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ptrtoint(_place(context, builder, signature, args, _BYTE), _WORD64)
-
-    return types.uint64(array, types.int64), codegen
+    return code.builder.ptrtoint(code.element(_BYTE), _WORD64)
 
 
-@intrinsic
-def call_native(_typing: Any, function: Any, first: Any, second: Any, third: Any) -> Any:
+@_instruction(types.uint64, types.uint64, types.uint64, types.uint64, types.uint64)
+def call_native(code: _Code, function: Any, first: Any, second: Any, third: Any) -> Any:
     """Call a C function by its address, with three u64 as integers or pointers. Returns its result as a u64.
 
     A function with fewer parameters ignores the others. The upper half of a 32-bit result is not defined.
     """
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_WORD64, [_WORD64] * 3)
-        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-
-    return types.uint64(types.uint64, types.uint64, types.uint64, types.uint64), codegen
+    kind = ir.FunctionType(_WORD64, [_WORD64] * 3)
+    return code.builder.call(code.builder.inttoptr(function, kind.as_pointer()), [first, second, third])
 
 
-@intrinsic
-def lanes_equal(_typing: Any, array: Any, index: Any, mask: Any, wanted: Any) -> Any:
+@_instruction(types.uint64, types.Array(types.uint64, 1, "C", readonly=True), types.int64, types.uint64, types.uint64)
+def lanes_equal(code: _Code, array: Any, index: Any, mask: Any, wanted: Any) -> Any:
     """Compare NUM_LANES elements of a u64 array, from `index` on.
 
     Bit i of the result, a u64, is set if element index + i AND `mask` equals `wanted`. The caller checks the bounds.
     For little-endian machines.
     """
-    if not isinstance(array, types.Array) or (array.dtype, array.ndim, array.layout) != (types.uint64, 1, "C"):
-        return None
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        found = builder.load(_place(context, builder, signature, args, _LANES), align=8)
-        lanes = builder.and_(found, _splat(builder, args[2], _LANES))
-        equal = builder.icmp_unsigned("==", lanes, _splat(builder, args[3], _LANES))
-        return builder.zext(builder.bitcast(equal, ir.IntType(NUM_LANES)), _WORD64)
-
-    return types.uint64(array, types.int64, types.uint64, types.uint64), codegen
-
-
-def _place(context: Any, builder: Any, signature: Any, args: Any, kind: ir.Type, first: int = 0) -> Any:
-    """Return a pointer to a `kind` at element args[first + 1] of the array args[first]."""
-    view = context.make_array(signature.args[first])(context, builder, args[first])
-    return builder.bitcast(builder.gep(view.data, [args[first + 1]]), kind.as_pointer())
-
-
-def _splat(builder: Any, value: Any, lanes: ir.VectorType) -> Any:
-    """Return a vector with all lanes set to one value."""
-    nothing = ir.Constant(lanes, ir.Undefined)
-    first = builder.insert_element(nothing, value, _WORD32(0))
-    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(_WORD32, lanes.count), [0] * lanes.count))
+    builder = code.builder
+    lanes = builder.and_(builder.load(code.element(_LANES), align=8), code.splat(mask, _LANES))
+    equal = builder.icmp_unsigned("==", lanes, code.splat(wanted, _LANES))
+    return builder.zext(builder.bitcast(equal, ir.IntType(NUM_LANES)), _WORD64)
