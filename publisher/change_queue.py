@@ -1,36 +1,11 @@
 """The bounded queue of page changes between the engine's thread and the drain."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
-
 import numpy as np
-import numpy.typing as npt
 
 from kv_events.errors import InvalidValueError
 from kv_events.kernels.arrays import zeros
 from kv_events.kernels.bundles import pin
-from publisher.kernels.changes import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
-
-
-class PageChanges(NamedTuple):
-    """Stores and removals of single pages, and clears, in the order in which they happened, as columns."""
-
-    kinds: npt.NDArray[np.uint8]
-    """[n] medium for a store, REMOVAL + medium for a removal, or CLEARED."""
-    hashes: npt.NDArray[np.uint64]
-    """[n] sequence hashes."""
-    block_hashes: npt.NDArray[np.uint64]
-    """[n] block hashes."""
-    parents: npt.NDArray[np.uint64]
-    """[n] for a store, sequence hash of the parent. 0 if there is none or it is unknown."""
-    spans: npt.NDArray[np.uint32]
-    """[n] number of the span, ascending modulo 2**32. Within one span, no page is removed from a medium after it was
-    stored there, so the removals of a span may be sent before its stores. A clear has its own span."""
-
-    def part(self, start: int, stop: int) -> PageChanges:
-        """Return views of changes `start` to `stop` (exclusive)."""
-        return PageChanges._make(column[start:stop] for column in self)
+from publisher.kernels.changes import BROKEN, HEAD, TAIL, TAKEN, PageChanges, QueueArrays
 
 
 class ChangeQueue:
@@ -44,14 +19,9 @@ class ChangeQueue:
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise InvalidValueError("queue_pages", capacity, "a positive integer")
-        self.arrays = QueueArrays(
-            zeros(capacity, np.uint8),
-            zeros(capacity, np.uint64),
-            zeros(capacity, np.uint64),
-            zeros(capacity, np.uint64),
-            zeros(capacity, np.uint32),
-            np.zeros(6, np.int64),
-        )
+        types = np.uint8, np.uint64, np.uint64, np.uint64, np.uint32
+        ring = PageChanges._make(zeros(capacity, each) for each in types)
+        self.arrays = QueueArrays(ring, np.zeros(6, np.int64))
         self.pinned = pin(self.arrays)
         """`arrays`, for kernels."""
         self._num_delivered = 0
@@ -71,8 +41,8 @@ class ChangeQueue:
 
         Once they are taken, they are not overwritten before `confirm`.
         """
-        start = int(self.arrays.cursors[TAKEN]) % len(self.arrays.kinds)
-        return PageChanges._make(self.arrays[:5]).part(start, start + min(max_pages, self.num_queued))
+        start = int(self.arrays.cursors[TAKEN]) % len(self.arrays.ring.kinds)
+        return self.arrays.ring.part(start, start + min(max_pages, self.num_queued))
 
     def take(self, num_pages: int) -> None:
         """Mark the oldest waiting changes as in flight."""

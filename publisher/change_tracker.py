@@ -14,10 +14,10 @@ from kv_events.limits import MAX_EXTRA_KEY_BYTES
 from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
 from publisher import event_columns
-from publisher.change_queue import ChangeQueue, PageChanges
+from publisher.change_queue import ChangeQueue
 from publisher.event_columns import InvalidEventError
 from publisher.kernels.blocks import BlockTable
-from publisher.kernels.changes import REMOVAL
+from publisher.kernels.changes import REMOVAL, PageChanges
 from publisher.kernels.events import PageEvents
 from publisher.ledger import Ledger, LedgerCopy
 from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens

@@ -14,10 +14,10 @@ from kv_events.kernels.bundles import pin
 from kv_events.kernels.page_table import make_table
 from kv_events.kernels.prefix_order import prefix_order
 from kv_events.schema import NUM_MEDIA
-from publisher.change_queue import ChangeQueue, PageChanges
+from publisher.change_queue import ChangeQueue
 from publisher.kernels import ledger as kernels
 from publisher.kernels.blocks import HELD, ON_MEDIA, PAGE, STATE, BlockTable
-from publisher.kernels.changes import advance_digest, queue_cleared
+from publisher.kernels.changes import PageChanges, advance_digest, queue_cleared
 from publisher.kernels.events import PageEvents
 from publisher.kernels.ledger import SLICE_PAGES
 

@@ -8,8 +8,15 @@ import numpy as np
 from kv_events.codec import encode_event
 from kv_events.limits import MAX_EVENTS_PER_BATCH
 from kv_events.schema import MEDIA, AllBlocksCleared, PackedRemoved, PackedStored
-from publisher.change_queue import PageChanges
-from publisher.kernels.changes import CLEARED, NUM_RANKS, REMOVAL, batch_length, mark_chains, sort_changes
+from publisher.kernels.changes import (
+    CLEARED,
+    NUM_RANKS,
+    REMOVAL,
+    PageChanges,
+    batch_length,
+    mark_chains,
+    sort_changes,
+)
 
 EVENT_BYTES = 80
 """Upper bound on the bytes of a wire event without its pages, chains and tokens."""
@@ -37,9 +44,7 @@ class BatchLimits(NamedTuple):
 
         token_bytes: upper bound on the bytes that tokens add to each page.
         """
-        kinds, hashes, _, parents, spans = changes
-        page_bytes = PAGE_BYTES + token_bytes
-        return int(batch_length(kinds, hashes, parents, spans, _MAX_EVENTS, self.bytes, EVENT_BYTES, page_bytes))
+        return int(batch_length(changes, _MAX_EVENTS, self.bytes, EVENT_BYTES, PAGE_BYTES + token_bytes))
 
 
 def pack(changes: PageChanges, tokens: list[PageTokens] | None = None) -> list[bytes]:
@@ -79,7 +84,7 @@ def _sorted(changes: PageChanges) -> tuple[PageChanges, list[tuple[int, int]]]:
     num_spans = (int(changes.spans[-1]) - int(changes.spans[0])) % 2**32 + 1
     words, borders = np.empty((3, num_changes), np.uint64), np.empty(num_changes + 1, np.int64)
     ordered = PageChanges(np.empty(num_changes, np.uint8), words[0], words[1], words[2], changes.spans[:0])
-    num_runs = sort_changes(*changes, np.zeros(NUM_RANKS * num_spans, np.int64), *ordered[:4], borders)
+    num_runs = sort_changes(changes, np.zeros(NUM_RANKS * num_spans, np.int64), ordered, borders)
     return ordered, list(pairwise(borders[: num_runs + 1].tolist()))
 
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from kv_events.codec import encode_batch, encode_event
 from kv_events.digest import Digest, digest_bytes, empty_digest
 from kv_events.schema import CLOSED, LEDGER_FULL, ResyncRequest, SnapshotBegin, SnapshotEnd
-from publisher.change_queue import PageChanges
 from publisher.change_tracker import ChangeTracker
-from publisher.kernels.changes import advance_digest
+from publisher.kernels.changes import PageChanges, advance_digest
 from publisher.ledger import resync_changes
 from publisher.packing import BatchLimits, pack
 from publisher.settings import PublisherSettings

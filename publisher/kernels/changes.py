@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from kv_events.digest import add_page, remove_page
-from kv_events.kernels.bundles import I64Vector, U8Input, U8Vector, U32Input, U32Vector, U64Input, U64Vector
+from kv_events.kernels.bundles import I64Vector, Spread, U8Input, U8Vector, U32Input, U32Vector, U64Input, U64Vector
 from kv_events.kernels.declare import inline_helper, kernel
 from kv_events.kernels.numbers import U32, U64, int64, uint8, uint32, uint64
 from kv_events.schema import NUM_MEDIA
@@ -15,6 +15,26 @@ CLEARED = 2 * NUM_MEDIA
 COPY_REMOVAL = 3 * NUM_MEDIA
 NUM_RANKS = 2 * NUM_MEDIA
 """Number of kinds that can occur in a span."""
+
+
+class PageChanges(NamedTuple):
+    """Stores and removals of single pages, and clears, in the order in which they happened, as columns."""
+
+    kinds: U8Vector
+    """[n] medium for a store, REMOVAL + medium for a removal, or CLEARED."""
+    hashes: U64Vector
+    """[n] sequence hashes."""
+    block_hashes: U64Vector
+    """[n] block hashes."""
+    parents: U64Vector
+    """[n] for a store, sequence hash of the parent. 0 if there is none or it is unknown."""
+    spans: U32Vector
+    """[n] number of the span, ascending modulo 2**32. Within one span, no page is removed from a medium after it was
+    stored there, so the removals of a span may be sent before its stores. A clear has its own span."""
+
+    def part(self, start: int, stop: int) -> "PageChanges":
+        """Return views of changes `start` to `stop` (exclusive)."""
+        return PageChanges._make(column[start:stop] for column in self)
 
 
 @kernel
@@ -33,20 +53,14 @@ def advance_digest(digest: U64Vector, kinds: U8Input, hashes: U64Input) -> None:
 
 @kernel
 def batch_length(
-    kinds: U8Input,
-    hashes: U64Input,
-    parents: U64Input,
-    spans: U32Input,
-    max_events: int,
-    max_bytes: int,
-    event_bytes: int,
-    page_bytes: int,
+    changes: Spread[PageChanges], max_events: int, max_bytes: int, event_bytes: int, page_bytes: int
 ) -> int:
     """Return how many of the changes fit into one batch, sorted or not; at least one.
 
     A run of changes of one kind and span counts as an event of `event_bytes`. Each page adds `page_bytes`, and each
     start of a chain adds 8.
     """
+    kinds, hashes, parents, spans = changes.kinds, changes.hashes, changes.parents, changes.spans
     num_events, num_bytes = 0, 0
     for i in range(kinds.shape[0]):
         new_run = i == 0 or kinds[i] != kinds[i - 1] or spans[i] != spans[i - 1] or kinds[i] == CLEARED
@@ -90,25 +104,14 @@ def _find_runs(kinds: U8Input, spans: U32Input, borders: I64Vector) -> int:
 
 
 @kernel
-def sort_changes(
-    kinds: U8Input,
-    hashes: U64Input,
-    block_hashes: U64Input,
-    parents: U64Input,
-    spans: U32Input,
-    places: I64Vector,
-    out_kinds: U8Vector,
-    out_hashes: U64Vector,
-    out_block_hashes: U64Vector,
-    out_parents: U64Vector,
-    borders: I64Vector,
-) -> int:
+def sort_changes(changes: Spread[PageChanges], places: I64Vector, out: Spread[PageChanges], borders: I64Vector) -> int:
     """Sort changes into few runs of one kind, with the same effect. Returns the number of runs.
 
-    This is a counting sort of the existing runs. Changes of one kind and span keep their order. Columns are as in
-    `PageChanges`. places: int64[NUM_RANKS * spans], scratch space filled with zeros. borders: int64[n + 1], receives
-    the start of each run and the end of the last one.
+    This is a counting sort of the existing runs. Changes of one kind and span keep their order. places:
+    int64[NUM_RANKS * spans], scratch space filled with zeros. out: all columns but spans are written. borders:
+    int64[n + 1], receives the start of each run and the end of the last one.
     """
+    kinds, spans = changes.kinds, changes.spans
     num_old = _find_runs(kinds, spans, borders)
     for run in range(num_old):
         i = borders[run]
@@ -123,10 +126,10 @@ def sort_changes(
         place = places[rank]
         places[rank] += length
         for i in range(length):
-            out_kinds[place + i] = kinds[start]
-        _copy(hashes, start, out_hashes, place, length)
-        _copy(block_hashes, start, out_block_hashes, place, length)
-        _copy(parents, start, out_parents, place, length)
+            out.kinds[place + i] = kinds[start]
+        _copy(changes.hashes, start, out.hashes, place, length)
+        _copy(changes.block_hashes, start, out.block_hashes, place, length)
+        _copy(changes.parents, start, out.parents, place, length)
     num_runs = borders[0] = 0
     for rank in range(places.shape[0]):
         if places[rank] > borders[num_runs]:
@@ -162,13 +165,10 @@ _NO_HASH = uint64(0)
 
 
 class QueueArrays(NamedTuple):
-    """A ring of page changes, columns of [capacity]. Change i is at index i modulo capacity. See `PageChanges`."""
+    """A ring of page changes."""
 
-    kinds: U8Vector
-    hashes: U64Vector
-    block_hashes: U64Vector
-    parents: U64Vector
-    spans: U32Vector
+    ring: PageChanges
+    """[capacity] change i is at index i modulo capacity."""
     cursors: I64Vector
     """[6] see HEAD, TAKEN, TAIL, DROPPED, BROKEN, SPAN."""
 
@@ -176,8 +176,8 @@ class QueueArrays(NamedTuple):
 @inline_helper
 def append(queue: QueueArrays, kind: int, sequence_hash: U64, block_hash: U64, parent: U64) -> None:
     """Append one change. If the queue is full, all changes not taken yet are dropped and the stream is broken."""
-    cursors = queue.cursors
-    capacity = queue.kinds.shape[0]
+    cursors, ring = queue.cursors, queue.ring
+    capacity = ring.kinds.shape[0]
     if cursors[BROKEN] != 0:
         cursors[DROPPED] += 1
     elif cursors[HEAD] - cursors[TAIL] >= capacity:
@@ -186,8 +186,8 @@ def append(queue: QueueArrays, kind: int, sequence_hash: U64, block_hash: U64, p
         cursors[BROKEN] = 1
     else:
         i = cursors[HEAD] if cursors[HEAD] < capacity else cursors[HEAD] % capacity  # a division is slow
-        queue.kinds[i], queue.spans[i] = uint8(kind), uint32(cursors[SPAN])
-        queue.hashes[i], queue.block_hashes[i], queue.parents[i] = sequence_hash, block_hash, parent
+        ring.kinds[i], ring.spans[i] = uint8(kind), uint32(cursors[SPAN])
+        ring.hashes[i], ring.block_hashes[i], ring.parents[i] = sequence_hash, block_hash, parent
         cursors[HEAD] += 1
 
 

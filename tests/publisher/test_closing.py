@@ -10,8 +10,8 @@ import pytest
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import BlockRemoved
 from publisher import EventPublisher, PublisherStateError, SinkUnavailableError, record_builder
-from publisher.change_queue import PageChanges
 from publisher.drain import Drain
+from publisher.kernels.changes import PageChanges
 from publisher.ledger import LedgerCopy, resync_changes
 from tests.rigs.publisher import FaultySink, make_running, stored, view_of
 from tests.support.waiting import async_wait_until, wait_until

@@ -13,9 +13,8 @@ from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.limits import MAX_EVENTS_PER_BATCH
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 from kv_events.streams import StreamId
-from publisher.change_queue import PageChanges
 from publisher.event_columns import derived_columns, medium_index, removed_words, stored_columns, token_rows
-from publisher.kernels.changes import CLEARED, REMOVAL
+from publisher.kernels.changes import CLEARED, REMOVAL, PageChanges
 from publisher.kernels.events import PageEvents
 from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens, pack
 from tests.models.stream_reader import StreamReader
