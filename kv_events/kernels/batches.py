@@ -174,18 +174,10 @@ def _read_names(data: U8Input, at: int, stop: int, batch: I64Vector) -> int:
 
 @helper
 def _read_batch(
-    data: U8Input,
-    row: int,
-    at: int,
-    stop: int,
-    batch: I64Vector,
-    events: I64Matrix,
-    num_events: int,
-    words: U64Vector,
-    to: int,
+    data: U8Input, row: int, at: int, stop: int, arrays: BatchArrays, num_events: int, to: int
 ) -> tuple[int, int]:
     """Read one batch. Returns (end of its events or -1, end of its words)."""
-    failed = int64(-1), to
+    failed, batch, events = (int64(-1), to), arrays.batches[row], arrays.events
     kind, num_fields, at = read_head(data, at, stop)
     if kind != ARRAY or not 11 <= num_fields <= 12:
         return failed
@@ -214,7 +206,7 @@ def _read_batch(
     for _ in range(int64(count)):
         if num_events == events.shape[0]:
             return failed
-        at, to = _read_event(data, at, stop, events[num_events], words, to)
+        at, to = _read_event(data, at, stop, events[num_events], arrays.words, to)
         if at < 0:
             return failed
         events[num_events, ROW] = row
@@ -247,9 +239,7 @@ def decode_batches(data: U8Input, rows: I64Matrix, arrays: Spread[BatchArrays]) 
         start, stop = rows[i, PAYLOAD], rows[i, END]
         if rows[i, CHANNEL] != _EVENTS or stop - start > MAX_RECORD_BYTES or abs(rows[i, TIMESTAMP_MS]) > _EXACT_MS:
             continue
-        end_event, end_word = _read_batch(
-            data, i, start, stop, arrays.batches[i], arrays.events, num_events, arrays.words, num_words
-        )
+        end_event, end_word = _read_batch(data, i, start, stop, arrays, num_events, num_words)
         if end_event >= 0:
             arrays.plain[i] = 1
             num_events, num_words = end_event, end_word
