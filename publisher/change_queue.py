@@ -4,7 +4,6 @@ import numpy as np
 
 from kv_events.errors import InvalidValueError
 from kv_events.kernels.arrays import zeros
-from kv_events.kernels.bundles import pin
 from publisher.kernels.changes import BROKEN, HEAD, TAIL, TAKEN, PageChanges, QueueArrays
 
 
@@ -22,8 +21,6 @@ class ChangeQueue:
         types = np.uint8, np.uint64, np.uint64, np.uint64, np.uint32
         ring = PageChanges._make(zeros(capacity, each) for each in types)
         self.arrays = QueueArrays(ring, np.zeros(6, np.int64))
-        self.pinned = pin(self.arrays)
-        """`arrays`, for kernels."""
         self._num_delivered = 0
 
     @property

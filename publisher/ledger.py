@@ -17,7 +17,7 @@ from kv_events.schema import NUM_MEDIA
 from publisher.change_queue import ChangeQueue
 from publisher.kernels import ledger as kernels
 from publisher.kernels.blocks import HELD, ON_MEDIA, PAGE, STATE, BlockTable
-from publisher.kernels.changes import PageChanges, advance_digest, queue_cleared
+from publisher.kernels.changes import PageChanges, advance_digest
 from publisher.kernels.events import PageEvents
 from publisher.kernels.ledger import SLICE_PAGES
 
@@ -64,9 +64,9 @@ class Ledger:
             found=np.empty(kernels.FOUND_BLOCKS, np.int64),
             digest=empty_digest(),
             counts=np.zeros(len(kernels.COUNT_NAMES), np.int64),
+            queue=change_queue.arrays,
         )
         self._left_out = 0  # until the last clear
-        self._queue = change_queue.pinned
         self._pinned = pin(self._arrays)
 
     @property
@@ -95,7 +95,7 @@ class Ledger:
         """
         queued = np.zeros(len(events.block_hashes), np.bool_)
         salt = namespace_salt(extra_key)
-        kernels.change_pages(self._pinned, self._queue, events, salt, queued)
+        kernels.change_pages(self._pinned, events, salt, queued)
         return queued
 
     def require_groups(self, num_groups: int) -> None:
@@ -104,7 +104,7 @@ class Ledger:
         Pages that fewer blocks carry are removed. Costs a few ms per million pages.
         """
         self._arrays.num_groups[0] = num_groups
-        kernels.require_groups(self._pinned, self._queue, self._num_used)
+        kernels.require_groups(self._pinned, self._num_used)
 
     def clear(self) -> None:
         """Remove all pages.
@@ -119,7 +119,7 @@ class Ledger:
         page_table.clear(arrays.pages)
         arrays.digest[:] = 0
         self._left_out = int(arrays.counts[kernels.NUM_LEFT_OUT])
-        queue_cleared(self._queue)
+        kernels.queue_cleared(self._pinned)
 
     def sequence_hash(self, block_hash: int, extra_key: str | None) -> int | None:
         """Return the sequence hash of a page, or None if it is not held. block_hash: signed or unsigned."""

@@ -161,8 +161,6 @@ def mark_chains(hashes: U64Input, parents: U64Input, starts: U8Vector, firsts: U
 # dropped; whether the stream is broken; number of the current span
 HEAD, TAKEN, TAIL, DROPPED, BROKEN, SPAN = range(6)
 
-_NO_HASH = uint64(0)
-
 
 class QueueArrays(NamedTuple):
     """A ring of page changes."""
@@ -189,11 +187,3 @@ def append(queue: QueueArrays, kind: int, sequence_hash: U64, block_hash: U64, p
         ring.kinds[i], ring.spans[i] = uint8(kind), uint32(cursors[SPAN])
         ring.hashes[i], ring.block_hashes[i], ring.parents[i] = sequence_hash, block_hash, parent
         cursors[HEAD] += 1
-
-
-@kernel
-def queue_cleared(queue: QueueArrays) -> None:
-    """Queue a clear of all pages, in its own span."""
-    queue.cursors[SPAN] += 1
-    append(queue, CLEARED, _NO_HASH, _NO_HASH, _NO_HASH)
-    queue.cursors[SPAN] += 1

@@ -84,35 +84,35 @@ class LedgerArrays(NamedTuple):
     """[8] see `kv_events.digest`."""
     counts: I64Vector
     """[7] see `COUNT_NAMES`."""
+    queue: QueueArrays
+    """Receives each page that becomes resident or is removed."""
 
 
 @inline_helper
-def _span_mark(queue: QueueArrays) -> U32:
+def _span_mark(ledger: LedgerArrays) -> U32:
     """Return the number of the current span in the format of `page_stored_in`, without media bits."""
-    return uint32(uint32(queue.cursors[SPAN]) << _MEDIA_BITS)  # numba shifts into 64 bits
+    return uint32(uint32(ledger.queue.cursors[SPAN]) << _MEDIA_BITS)  # numba shifts into 64 bits
 
 
 @inline_helper
-def _queue_store(
-    ledger: LedgerArrays, queue: QueueArrays, page: int, medium: int, name: U64, block_hash: U64, parent: U64
-) -> None:
+def _queue_store(ledger: LedgerArrays, page: int, medium: int, name: U64, block_hash: U64, parent: U64) -> None:
     stored_in = ledger.page_stored_in[page]
-    if stored_in & _SPAN_MASK != _span_mark(queue):
-        stored_in = _span_mark(queue)
+    if stored_in & _SPAN_MASK != _span_mark(ledger):
+        stored_in = _span_mark(ledger)
     ledger.page_stored_in[page] = stored_in | uint32(1 << medium)
-    append(queue, medium, name, block_hash, parent)
+    append(ledger.queue, medium, name, block_hash, parent)
 
 
 @inline_helper
-def _queue_removal(ledger: LedgerArrays, queue: QueueArrays, page: int, medium: int, block_hash: U64) -> None:
+def _queue_removal(ledger: LedgerArrays, page: int, medium: int, block_hash: U64) -> None:
     """Queue a removal. A new span begins if the page was stored on the medium in the current span.
 
     This is necessary because the removals of a span may be sent before its stores.
     """
     stored_in = ledger.page_stored_in[page]
-    if stored_in & _SPAN_MASK == _span_mark(queue) and stored_in & uint32(1 << medium):
-        queue.cursors[SPAN] += 1
-    append(queue, REMOVAL + medium, ledger.pages.keys[page], block_hash, _NO_HASH)
+    if stored_in & _SPAN_MASK == _span_mark(ledger) and stored_in & uint32(1 << medium):
+        ledger.queue.cursors[SPAN] += 1
+    append(ledger.queue, REMOVAL + medium, ledger.pages.keys[page], block_hash, _NO_HASH)
 
 
 @inline_helper
@@ -261,7 +261,7 @@ def _take_from_block(blocks: Blocks, entry: int, medium: int, is_copy: bool) -> 
 
 @inline_helper
 def _store_block(
-    ledger: LedgerArrays, queue: QueueArrays, entry: int, block_hash: U64, name: U64, parent: U64, medium: int
+    ledger: LedgerArrays, entry: int, block_hash: U64, name: U64, parent: U64, medium: int
 ) -> tuple[U64, bool]:
     """Store a known block on a medium.
 
@@ -279,14 +279,13 @@ def _store_block(
     ledger.blocks.columns[entry, STATE] |= bit
     is_new = _add_copy(ledger, page, medium)
     if is_new:
-        _queue_store(ledger, queue, page, medium, name, block_hash, parent)
+        _queue_store(ledger, page, medium, name, block_hash, parent)
     return name, is_new
 
 
 @inline_helper
 def _store(
     ledger: LedgerArrays,
-    queue: QueueArrays,
     pages: PageEvents,
     start: int,
     stop: int,
@@ -313,7 +312,7 @@ def _store(
         if entry < 0:
             ledger.counts[NUM_LEFT_OUT] += 1
         else:
-            name, queued[i] = _store_block(ledger, queue, entry, block_hashes[i], name, parent, medium)
+            name, queued[i] = _store_block(ledger, entry, block_hashes[i], name, parent, medium)
         parent = name
     return name, entry
 
@@ -339,9 +338,7 @@ def _find_blocks(ledger: LedgerArrays, block_hashes: U64Input, start: int, stop:
 
 
 @inline_helper
-def _remove_block(
-    ledger: LedgerArrays, queue: QueueArrays, entry: int, block_hash: U64, medium: int, is_copy: bool
-) -> None:
+def _remove_block(ledger: LedgerArrays, entry: int, block_hash: U64, medium: int, is_copy: bool) -> None:
     """Remove one copy of a block from a medium, or all copies.
 
     entry: the entry found before other blocks of the event were removed. If the event contains the block twice, its
@@ -355,7 +352,7 @@ def _remove_block(
         return
     page = int64(ledger.blocks.columns[entry, PAGE])
     if _drop_copy(ledger, page, medium):
-        _queue_removal(ledger, queue, page, medium, block_hash)
+        _queue_removal(ledger, page, medium, block_hash)
     ledger.blocks.columns[entry, STATE] &= ~bit
     if not is_held(ledger.blocks, entry):
         ledger.blocks.columns[entry, STATE] &= ~uint32(COPIED)
@@ -365,7 +362,6 @@ def _remove_block(
 @inline_helper
 def _remove(
     ledger: LedgerArrays,
-    queue: QueueArrays,
     block_hashes: U64Input,
     start: int,
     stop: int,
@@ -382,7 +378,7 @@ def _remove(
         end = min(first + FOUND_BLOCKS, stop)
         entry = _find_blocks(ledger, block_hashes, first, end, salt, entry)
         for i in range(first, end):
-            _remove_block(ledger, queue, ledger.found[i - first], block_hashes[i], medium, is_copy)
+            _remove_block(ledger, ledger.found[i - first], block_hashes[i], medium, is_copy)
     return entry
 
 
@@ -390,9 +386,7 @@ def _remove(
 
 
 @kernel
-def change_pages(
-    ledger: LedgerArrays, queue: QueueArrays, pages: Spread[PageEvents], salt: U64, queued: BoolVector
-) -> None:
+def change_pages(ledger: LedgerArrays, pages: Spread[PageEvents], salt: U64, queued: BoolVector) -> None:
     """Apply the events of one namespace in order, and queue each page that became resident or was removed.
 
     pages: m events. salt: salt of the namespace. queued: bool[n], set for each stored page that became resident on
@@ -409,7 +403,7 @@ def change_pages(
             if pages.has_parent[event]:
                 key = pages.parents[event] ^ salt
                 parent = previous_name if is_held and key == previous_key else _parent_name(ledger, key)
-            name, stored = _store(ledger, queue, pages, start, stop, parent, salt, kind, queued, stored)
+            name, stored = _store(ledger, pages, start, stop, parent, salt, kind, queued, stored)
             if stop > start:
                 previous_key, previous_name, is_held = pages.block_hashes[stop - 1] ^ salt, name, True
         elif kind < CLEARED or COPY_REMOVAL <= kind < COPY_REMOVAL + NUM_MEDIA:
@@ -418,14 +412,14 @@ def change_pages(
                 stop += pages.lengths[event]
             is_copy = kind >= COPY_REMOVAL
             medium = kind - COPY_REMOVAL if is_copy else kind - REMOVAL
-            removed = _remove(ledger, queue, pages.block_hashes, start, stop, salt, medium, removed, is_copy)
+            removed = _remove(ledger, pages.block_hashes, start, stop, salt, medium, removed, is_copy)
             is_held = False
         start = stop
         event += 1
 
 
 @kernel
-def require_groups(ledger: LedgerArrays, queue: QueueArrays, num_entries: int) -> None:
+def require_groups(ledger: LedgerArrays, num_entries: int) -> None:
     """Remove the pages that fewer than `num_groups` blocks carry, after that number has grown.
 
     num_entries: upper bound of the used entries of pages.
@@ -435,7 +429,15 @@ def require_groups(ledger: LedgerArrays, queue: QueueArrays, num_entries: int) -
             is_on_medium = ledger.page_media[page] >> uint8(medium) & uint8(1)
             if is_on_medium and ledger.page_copies[medium, page] < ledger.num_groups[0]:
                 _leave_medium(ledger, page, medium)
-                _queue_removal(ledger, queue, page, medium, ledger.page_words[page, FIRST_BLOCK])
+                _queue_removal(ledger, page, medium, ledger.page_words[page, FIRST_BLOCK])
+
+
+@kernel
+def queue_cleared(ledger: LedgerArrays) -> None:
+    """Queue a clear of all pages, in its own span."""
+    ledger.queue.cursors[SPAN] += 1
+    append(ledger.queue, CLEARED, _NO_HASH, _NO_HASH, _NO_HASH)
+    ledger.queue.cursors[SPAN] += 1
 
 
 @kernel
