@@ -37,10 +37,10 @@ from kv_events.reservations import (
 )
 from kv_events.schema import CLOSED
 from selection.book import Book
-from selection.candidates import Candidates
+from selection.candidates import Asked, Candidates, Choice
 from selection.exchange import ReservationExchange
 from selection.kernels.booked import Bookings, make_bookings
-from selection.policies import Asked, Choice, OverlapLoadPolicy, seed_choices
+from selection.policies import OverlapLoadPolicy, seed_choices
 from selection.settings import SelectionSettings
 from tests.api.workers.test_reports import VLLM
 from tests.rigs.raw_http import Connect, Line, body_of, connecting, heads_taken, request, run
