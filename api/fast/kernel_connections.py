@@ -44,7 +44,7 @@ from kv_events.runtime.outages import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
-_MOST, _PASS_S = 32, 1e-3
+MOST_AT_ONCE, _PASS_S = 32, 1e-3
 """Connections that are served in one pass, and the time that it may take, before other callers are answered."""
 _LENGTH_BYTES = 128  # room for the end of a head, from the digits of its Content-Length on
 _HEAD_BEGIN = b"HTTP/1.1 200 OK\r\n%bcontent-length: "
@@ -108,7 +108,7 @@ class KernelConnections:
         self._owners: dict[int, Owner] = {}  # by file descriptor
         self._templates = TemplateTable()
         self._answered_at = np.zeros(0)  # by file descriptor
-        self._at_once = _MOST
+        self._at_once = MOST_AT_ONCE
         self._epoll: select.epoll | None = None
         self._use(_empty_buffers())
         self._headers: bytes | None = None  # that are written in the head of answers
@@ -182,7 +182,7 @@ class KernelConnections:
         for each in pending:  # which may add templates
             self._hand_over(each)
         fitting = int(_PASS_S * len(ready) / (time.perf_counter() - began))
-        self._at_once = max(1, min(_MOST, 2 * self._at_once, fitting))
+        self._at_once = max(1, min(MOST_AT_ONCE, 2 * self._at_once, fitting))
 
     def _answer_alike(self, template: RequestTemplate, members: list[int], read_s: float) -> list[_Pending]:
         """Answer requests with the same template. Returns what is left to their owners.
@@ -257,16 +257,16 @@ class KernelConnections:
 def _empty_buffers() -> SocketBuffers:
     return SocketBuffers(
         _functions(),
-        np.zeros(_MOST, np.int32),
-        np.zeros(_MOST, np.int32),
-        np.zeros(_MOST, np.int32),
-        np.zeros(_MOST, np.int32),
+        np.zeros(MOST_AT_ONCE, np.int32),
+        np.zeros(MOST_AT_ONCE, np.int32),
+        np.zeros(MOST_AT_ONCE, np.int32),
+        np.zeros(MOST_AT_ONCE, np.int32),
         np.zeros(ROOM_BYTES, np.uint8),
-        np.zeros((_MOST, NUM_BORDERS), np.int64),
+        np.zeros((MOST_AT_ONCE, NUM_BORDERS), np.int64),
         np.zeros(_LENGTH_BYTES, np.uint8),
         texts((_HEAD_END,)),
         np.zeros(0, np.uint8),
-        np.zeros((_MOST, 2), np.int64),
+        np.zeros((MOST_AT_ONCE, 2), np.int64),
         np.zeros(4, np.uint64),
         np.zeros((NUM_FOUND, 2), np.int64),
     )

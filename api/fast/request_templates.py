@@ -46,7 +46,9 @@ class RequestTemplate(NamedTuple):
         if max(template.before.count(b"["), template.after.count(b"]")) > MOST_ARRAYS:
             return None
         pieces = (request_line(head.path), *head.caller.lines, *template.pieces)
-        return cls(head.path, template.question, pieces, generation)
+        found = cls(head.path, template.question, pieces, generation)
+        has_odd_name = getattr(template.question, "selection_id", None) and not found.is_named
+        return None if has_odd_name else found  # a kernel would book each such request, under another name
 
     @property
     def is_named(self) -> bool:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from api.fast.kernel_connections import MOST_AT_ONCE
 from api.fast.kernels.connections import MAX_NAME_BYTES, SocketBuffers
 from api.fast.kernels.query import Times
 from api.fast.writer import Plan, texts
@@ -35,7 +36,7 @@ _GAP = 1000001
 _GAPS = re.compile(rb'"%d":%d|%d' % (_GAP, _GAP, _GAP))
 _OVERLAP = Overlap(longest_matched=_GAP, gpu=_GAP, dp={_GAP: _GAP}, cpu=_GAP, disk=_GAP, predicted=_GAP)
 _BEGIN = b',"overlap":{'  # in a JSON string, the quotes would be escaped
-MOST_CHOICES, MOST_HASHES, _HASH_BYTES = 32, 2**13, 21
+MOST_CHOICES, MOST_HASHES, _HASH_BYTES = MOST_AT_ONCE, 2**13, 21
 """Bounds on what is booked in one call of the kernel. A longer prompt is booked in Python."""
 
 

@@ -94,6 +94,7 @@ class Reservations:
 
     def check_new(self, reservation_id: str) -> None:
         """Check that an id is not in use. Raises ProblemError (409)."""
+        self.book.expire(self._served.now())
         if not self.is_free(reservation_id):
             detail = f"selection {reservation_id} is already reserved or being reserved"
             raise ProblemError(409, ProblemKind.ALREADY_RESERVED, detail, "selection_id", reservation_id)

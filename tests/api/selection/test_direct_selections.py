@@ -154,8 +154,8 @@ class Fleet:
         for each in life:
             if isinstance(each, dict):
                 seed_choices(1)
-                if each.get("selection_id", TAKEN) != TAKEN:
-                    each = each | {"selection_id": f"{each['selection_id']}{len(answers)}"}
+                if each.get("selection_id", TAKEN) != TAKEN:  # every other one is taken, too
+                    each = each | {"selection_id": f"{each['selection_id']}{len(answers) // 2}"}
                 answer = await line.ask(request(body_of(**each), f"/select_and_reserve{mark}"))
                 if answer[0] == OK:
                     names.append(json.loads(answer[2])["selection_id"])
@@ -332,6 +332,34 @@ async def test_a_name_is_never_taken_from_elsewhere(fields: str) -> None:
             given = json.loads(answer)["selection_id"]
             assert status == OK
             assert given == f"other-{name}" or ("null" in fields and given.startswith(fleet.exchange.replica))
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        '"selection_id":"caf\\u00e9"',
+        '"selection_id":"café"',
+        '"selection_id":"a\\/b"',
+        '"selection_id":"q\\"q"',
+        '"selection_id":"\x7f"',
+        f'"selection_id":"{"x" * 128}"',
+        f'"selection_id":"{"x" * 129}"',
+        '"selection_id":\n"b"',
+        '"selection\\u005fid":"c"',
+    ],
+)
+async def test_a_name_is_given_once_however_it_is_written(member: str) -> None:
+    asked = request(f'{{"model_name":"m","token_ids":{PROMPT},{member}}}'.encode(), "/select_and_reserve")
+    async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
+        name = json.loads(f"{{{member}}}")["selection_id"]
+        for _ in range(2):
+            answers = [await fleet.direct.ask(asked) for _ in range(8)]
+            assert [status for status, *_ in answers] == [OK] + 7 * [b"HTTP/1.1 409 Conflict"]
+            assert json.loads(answers[0][2])["selection_id"] == name
+            assert await fleet.num_booked() == 1
+            assert (await fleet.direct.ask(step_of(name, RELEASED, "?")))[0] == OK
+        for _ in range(4):
+            await fleet.reserved()  # on a direct connection again
 
 
 async def test_records_of_large_fleets_are_those_of_the_routes() -> None:
