@@ -181,6 +181,7 @@ class Rosters:
         columns = RosterColumns(
             np.array([view.number for view, _ in known], np.int32),
             np.array([self._book.place(rank) for rank in ranks], np.int32),
+            np.ones(size, np.bool_),
             namespace.columns.faults,
             namespace.columns.last_batch_tick,
             np.zeros(size, np.int64),

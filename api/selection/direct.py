@@ -19,7 +19,7 @@ from api.selection.kernels.record import RecordTexts
 from api.selection.kernels.select import SelectionTable, select_requests
 from indexer.namespaces import Namespace
 from kv_events.http.selection import Overlap, Selection
-from kv_events.kernels.bundles import U8Vector, pin
+from kv_events.kernels.bundles import BoolVector, U8Vector, pin
 from kv_events.limits import MAX_REQUEST_ID_BYTES
 from kv_events.reservations import reserved_opening
 from selection.book import Book
@@ -66,6 +66,10 @@ class SelectionPlan(NamedTuple):
     """Now, and until when the pages of a reservation count as held."""
     session: U8Vector
     """That of the requests, as msgpack, and `MARGIN` bytes."""
+    is_allowed: BoolVector
+    """Of the roster. All are True between calls."""
+    allowed: BoolVector | None
+    """Which ranks may be chosen. None: all."""
     is_free: Callable[[str], bool]
     """Whether a reservation may have a name."""
     note: Callable[[Sequence[str], int], None]
@@ -81,7 +85,12 @@ class SelectionPlan(NamedTuple):
         found, sizes = self.found, (count, head_size, self.answer_bytes)
         query = found.numbers, found.seeds, found.lookup, found.buffers, found.table, found.layout, times
         choice = self.scale, next_turns(count), self.name, *self.moments
-        answered = select_requests(sockets, sizes, *query, self.table.pinned, choice, self.session)
+        if self.allowed is not None:
+            self.is_allowed[:] = self.allowed
+        try:
+            answered = select_requests(sockets, sizes, *query, self.table.pinned, choice, self.session)
+        finally:
+            self.is_allowed[:] = True
         if self.table.bookings.made[0]:
             self.note(names, count)
         return answered

@@ -114,9 +114,6 @@ class SelectionRoutes:
         if work is None or (is_reserving and not work[0].is_numbered):
             return None
         roster, scale = work
-        allowed = request.allowed_worker_ids
-        if allowed is not None and not roster.rows.keys() <= set(map(str, allowed)):
-            return None
         tables = self._tables.setdefault(roster, {})
         if is_reserving not in tables:
             book = self.reservations.book
@@ -128,8 +125,12 @@ class SelectionRoutes:
             self.reservations.note(table.bookings, names, roster.ranks, now)
 
         moments, first_name = (now, self.reservations.book.predicted_until(now)), selector.num_named + 1
-        is_free = self.reservations.is_free
-        return SelectionPlan(found, scale, table, first_name, moments, session_text(session), is_free, note)
+        is_free, allowed = self.reservations.is_free, None
+        if request.allowed_worker_ids is not None:
+            given = set(map(str, request.allowed_worker_ids))
+            allowed = np.array([rank.worker in given for rank in roster.ranks], np.bool_)
+        choice = scale, table, first_name, moments, session_text(session), roster.columns.is_allowed, allowed
+        return SelectionPlan(found, *choice, is_free, note)
 
     async def _select(self, body: Body, body_format: BodyFormat, *, is_reserving: bool) -> Response:
         request, namespace, found = await self._asked(body, body_format)

@@ -5,7 +5,16 @@ from typing import NamedTuple
 import numpy as np
 
 from indexer.kernels.views import FAULT_CLOSED
-from kv_events.kernels.bundles import F64Vector, I32Vector, I64Matrix, I64Vector, U8Vector, U32Matrix, U64Input
+from kv_events.kernels.bundles import (
+    BoolVector,
+    F64Vector,
+    I32Vector,
+    I64Matrix,
+    I64Vector,
+    U8Vector,
+    U32Matrix,
+    U64Input,
+)
 from kv_events.kernels.declare import kernel
 from kv_events.kernels.numbers import int32, int64
 from kv_events.schema import NUM_MEDIA
@@ -24,6 +33,8 @@ class RosterColumns(NamedTuple):
     """Number of the rank's view in its index."""
     places: I32Vector
     """Number of its place in the book, -1: none."""
+    is_allowed: BoolVector
+    """Whether the rank may be chosen for the request that is weighed."""
     faults: U8Vector
     """[streams] `ViewColumns.faults`."""
     last_batch_tick: F64Vector
@@ -58,7 +69,7 @@ def weigh(
     numbers: tuple[int, int, int],
     times: tuple[float, float],
 ) -> int:
-    """Write the columns of the candidates, and return how many there are: all but expired ranks.
+    """Write the columns of the candidates, and return how many there are: all allowed ranks but expired ones.
 
     hashes: uint64[pages of the prompt]. streams, pages: what `find` found. numbers: tokens of a page, pages of the
     prompt with the last, incomplete one, and its tokens. times: now in seconds since 1970, and
@@ -71,7 +82,11 @@ def weigh(
     count = int64(0)
     for row in range(roster.streams.shape[0]):
         stream, place = int64(roster.streams[row]), int64(roster.places[row])
-        if roster.faults[stream] == FAULT_CLOSED or roster.last_batch_tick[stream] < times[1]:
+        if (
+            not roster.is_allowed[row]
+            or roster.faults[stream] == FAULT_CLOSED
+            or roster.last_batch_tick[stream] < times[1]
+        ):
             continue
         roster.rows[count] = int32(row)
         for tier in range(NUM_MEDIA):

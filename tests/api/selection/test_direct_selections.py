@@ -249,6 +249,29 @@ def test_kernels_answer_as_the_routes_do(
     run(ask())
 
 
+@given(ranks, st.data(), st.lists(lengths, min_size=1, max_size=4))
+@settings(max_examples=num_examples(25))
+def test_kernels_choose_among_the_allowed_workers_as_the_routes_do(
+    held: dict[tuple[str, int], dict[int, range]], data: st.DataObject, asked: list[int]
+) -> None:
+    async def ask() -> None:
+        async with a_fleet(held) as fleet:
+            workers = st.sampled_from([int(name) if name.isdigit() else name for name, _ in held])
+            for length in asked:
+                assert await fleet.post("/select_and_reserve", token_ids=PROMPT[:length]) == OK
+                allowed = [*data.draw(st.sets(workers, min_size=1)), "unknown"]
+                with heads_taken() as taken:
+                    answer = await fleet.agree(token_ids=PROMPT[:length], allowed_worker_ids=allowed)
+                assert answer["worker_id"] in allowed
+                assert len(taken) <= 1
+                await fleet.agree(token_ids=PROMPT[:length])  # any worker again
+            nobody = request(body_of(token_ids=PROMPT, allowed_worker_ids=["unknown"]), "/select")
+            answers = [(await fleet.direct.ask(nobody))[0] for _ in range(3)]
+            assert answers == [b"HTTP/1.1 503 Service Unavailable"] * 3
+
+    run(ask())
+
+
 @given(ranks, going_on)
 @settings(max_examples=num_examples(25))
 def test_kernels_book_as_the_routes_do(held: dict[tuple[str, int], dict[int, range]], life: list[Any]) -> None:
