@@ -79,18 +79,20 @@ class SelectionPlan(NamedTuple):
         self, sockets: SocketBuffers, count: int, head_size: int, times: Times, names: Sequence[str]
     ) -> int:
         """Call `select_requests`."""
-        is_taken = [name in names[:i] or not self.is_free(name) for i, name in enumerate(names)]
-        self.table.bookings.is_taken[:] = False
-        self.table.bookings.is_taken[: len(names)] = is_taken
-        found, sizes = self.found, (count, head_size, self.answer_bytes)
+        found, sizes, is_taken = self.found, (count, head_size, self.answer_bytes), self.table.bookings.is_taken
         query = found.numbers, found.seeds, found.lookup, found.buffers, found.table, found.layout, times
         choice = self.scale, next_turns(count), self.name, *self.moments
+        if names:
+            is_taken[:count] = [name in names[:i] or not self.is_free(name) for i, name in enumerate(names)]
         if self.allowed is not None:
             self.is_allowed[:] = self.allowed
         try:
             answered = select_requests(sockets, sizes, *query, self.table.pinned, choice, self.session)
         finally:
-            self.is_allowed[:] = True
+            if names:
+                is_taken[:count] = False
+            if self.allowed is not None:
+                self.is_allowed[:] = True
         if self.table.bookings.made[0]:
             self.note(names, count)
         return answered
