@@ -48,7 +48,7 @@ class RequestTemplate(NamedTuple):
         pieces = (request_line(head.path), *head.caller.lines, *template.pieces)
         found = cls(head.path, template.question, pieces, generation)
         has_odd_name = getattr(template.question, "selection_id", None) and not found.is_named
-        return None if has_odd_name else found  # a kernel would book each such request, under another name
+        return None if has_odd_name else found  # a kernel would not see the name, and would give another one
 
     @property
     def is_named(self) -> bool:

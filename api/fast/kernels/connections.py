@@ -54,7 +54,7 @@ MAX_TEMPLATE_BYTES, MOST_ARRAYS = 2**12, 2
 """Bounds on the text around the numbers, and on the arrays in it, on each side, for requests that are recognised."""
 MAX_NAME_BYTES = 128
 NAME_PATTERN = rb'"selection_id" ?: ?"([ !#-\[\]-~]{1,%d})"' % MAX_NAME_BYTES
-"""How a body contains the name of a request. Names with other characters are not read by kernels."""
+"""How a body contains the name of a request. Kernels read no other names."""
 _SHORT_ARRAY_BYTES = 64
 _MOST_DIGITS = 6
 _ZERO, _NINE = uint8(ord("0")), uint8(ord("9"))

@@ -93,7 +93,7 @@ REDIS = {
 }
 """Of `RedisSettings`."""
 AWAY = {"bridge_away_s": Flag(float, "Seconds until an unreachable engine's pages are dropped, for more than 30.")}
-BOOK = {"reservation_ttl_s": Flag(float, "Seconds until a reservation expired, if the service had others than 600.")}
+BOOK = {"reservation_ttl_s": Flag(float, "Seconds after which reservations of the service expired. Default: 600.")}
 """Of `SelectionSettings`, for commands that read a log."""
 HTTP = {
     "api_tokens_file": Flag(Path, "TOML file of tokens with scopes, if callers have different rights."),
