@@ -1,11 +1,12 @@
 """What is typed into the live page, names from outside, tokens, and the documentation of the API, in a real browser."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Browser, Locator, Page, expect
+from playwright.async_api import Browser, Locator, Page, Route, expect
 
 from api.app import create_app
 from api.server import running_server
@@ -177,6 +178,27 @@ async def test_a_token_that_cannot_read_is_asked_for_again(browser: Browser, tmp
         await shows(page, "#token [role=alert]", "it lacks the scope read")
         await give_token(page, tokens["read"])
         await shows(page, "#verdict", "1 of 1 workers live")
+
+
+async def test_a_late_refusal_says_nothing_about_the_token_that_was_given_since(browser: Browser) -> None:
+    given = asyncio.Event()
+
+    async def late(route: Route) -> None:
+        answer = await route.fetch()
+        await given.wait()
+        await route.fulfill(response=answer)
+
+    async with hand_fed(browser, "401", api_token="s3cret") as (page, fed):
+        await fed.hold(Stream("one"), TOKENS)
+        await page.route("**/residency?*", late)
+        await page.goto("/")
+        async with page.expect_response("**/residency?*") as refusal:
+            await give_token(page, "s3cret")
+            await shows(page, "#verdict", "1 of 1 workers live")
+            given.set()
+        assert (await refusal.value).status == 401
+        await shows(page, "#residency", "one")
+        assert await page.locator("#token").is_hidden()
 
 
 async def test_a_filter_without_a_match_leaves_the_models_of_the_ask_box(browser: Browser) -> None:

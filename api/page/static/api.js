@@ -16,10 +16,10 @@ export class Refused extends Error {
 }
 
 export const setToken = (token) => sessionStorage.setItem(TOKEN, token);
-export const hasToken = () => sessionStorage.getItem(TOKEN) !== null;
+export const getToken = () => sessionStorage.getItem(TOKEN);
 
 function headers(more = {}) {
-  const token = sessionStorage.getItem(TOKEN);
+  const token = getToken();
   return token === null ? more : { ...more, Authorization: `Bearer ${token}` };
 }
 

@@ -1,6 +1,6 @@
 // Start here. Each section has a class that shows one answer; polls bring the answers.
 
-import { events, getJson, hasToken } from "./api.js";
+import { events, getJson, getToken } from "./api.js";
 import { Ask } from "./ask.js";
 import { Decisions } from "./decisions.js";
 import { Poll } from "./poll.js";
@@ -66,12 +66,14 @@ async function showPast() {
 function guarded(ask) {
   return async () => {
     if (isRefused) return;
+    const token = getToken();
     try {
       await ask();
     } catch (error) {
       if (error.status === 401 || error.status === 403) {
+        if (getToken() !== token) return; // the token was given since, and `refresh` asks again with it
         isRefused = true;
-        askForToken(() => { isRefused = false; refresh(); }, error.status === 403 ? LACKS_READ : hasToken() ? UNKNOWN : "");
+        askForToken(() => { isRefused = false; refresh(); }, error.status === 403 ? LACKS_READ : token ? UNKNOWN : "");
       }
       if (error.problem?.type === OUTSIDE_THE_LOG) await showPast();
       verdict.fail(error);
