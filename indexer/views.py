@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from indexer.index import SLICE_PAGES, Marks, OverlapIndex, StreamPages
 from indexer.kernels import views as column
-from indexer.kernels.views import FAULT_CLOSED, FAULT_DEGRADED, FAULT_NONE, JITTER_S, ViewColumns, note_lateness
+from indexer.kernels.views import FAULT_CLOSED, FAULT_DEGRADED, FAULT_NONE, ViewColumns, note_lateness
 from indexer.position import START, Admission, Position
 from kv_events.codec import DecodedBatch, RemovedPages, Step, StoredPages
 from kv_events.digest import digest_bytes, page_counts
@@ -157,7 +157,7 @@ class View:
     def last_batch_tick(self) -> float:
         """Time up to which the view is known to be right, on the clock of `Freshness`.
 
-        It is the arrival of the newest batch, or up to LATE_S before it, if the batch was late.
+        It is the arrival of the newest batch, minus its lateness, of which at most LATE_S counts.
         """
         return self.columns.last_batch_tick.item(self.number)
 
@@ -295,7 +295,7 @@ class View:
         was_late = tick - self.last_batch_tick > LATE_S
         note_lateness(self._times, batch.timestamp, at, tick)  # type: ignore[arg-type]  # faster than an array
         late_s = self._times[column.SECONDS]
-        self.last_batch_tick = max(self.last_batch_tick, tick - (min(late_s, LATE_S) if late_s > JITTER_S else 0.0))
+        self.last_batch_tick = max(self.last_batch_tick, tick - min(late_s, LATE_S))
         self.silent_from = max(self.silent_from, tick)
         self.is_delayed = was_late or late_s > LATE_S
         self._note_fault()

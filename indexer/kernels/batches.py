@@ -63,6 +63,8 @@ class Streams(NamedTuple):
     """[0]"""
 
 
+_MOST_TRANSIT_S = 0.5  # with more, a batch might be delayed
+
 _read_space = reader(Space)
 _note_lateness = inline_helper(note_lateness)
 
@@ -75,7 +77,7 @@ def _is_next(columns: ViewColumns, stream: int, arrays: BatchArrays, i: int, mos
         return False
     if columns.states[stream] != views.LIVE or columns.faults[stream] != views.FAULT_NONE:
         return False
-    if abs(columns.times[stream, views.TRANSIT]) >= views.JITTER_S / 2:
+    if abs(columns.times[stream, views.TRANSIT]) >= _MOST_TRANSIT_S:
         return False
     longest = int64(0)
     for event in range(batch[batches.FIRST_EVENT], batch[batches.END_EVENT]):
@@ -145,9 +147,9 @@ def apply_batches(
         numbers[views.LAST_SEQ] += 1
         numbers[views.BATCHES] += 1
         columns.last_batch_at[stream] = at
-        columns.last_batch_tick[stream] = max(columns.last_batch_tick[stream], tick)
         times[views.SILENT_FROM] = max(times[views.SILENT_FROM], tick)
         _note_lateness(times, arrivals.made_at[i], at, tick)
+        columns.last_batch_tick[stream] = max(columns.last_batch_tick[stream], tick - times[views.SECONDS])
         for event in range(arrays.batches[i, batches.FIRST_EVENT], arrays.batches[i, batches.END_EVENT]):
             _apply_event(pages, numbers, stream, streams.no_marks, data, arrays.events[event], arrays.words)
         if not _equals_stated(pages.digests[stream], data, arrays.batches[i, batches.DIGEST]):

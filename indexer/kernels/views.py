@@ -32,8 +32,6 @@ punctual batch to its arrival, with the difference of the clocks. MADE_AT, TICK:
 STEADY_SINCE: arrival of the batch from which on the lateness is the same. STEADY_SECONDS: its lateness. SILENT_FROM,
 AGREED_AT: those of a `View`."""
 
-JITTER_S = 1.0
-"""Differences of clocks, and of arrivals, that mean nothing."""
 _DRIFT = 0.001  # of two clocks, seconds a second
 _STEADY_S = 2.5
 _STEADY_WITHIN_S = 0.3

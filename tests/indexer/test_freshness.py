@@ -111,6 +111,16 @@ def test_a_view_is_live_only_when_it_tells_of_the_present() -> None:
         assert shown(views, stream) == expected
 
 
+@pytest.mark.parametrize("late_s", [0.1, 0.9, 3.0])
+def test_a_view_is_live_no_longer_than_two_heartbeats_after_its_newest_batch_was_made(late_s: float) -> None:
+    views, stream = Views(), Stream()
+    for made_at, tick in ((100.0, 0.0), (102.0, 2.0 + late_s)):
+        views.read(stream.batch(stored((0, [int(made_at)])), now=made_at), at=made_at, tick=tick)
+    for tick, expected in ((2.0 + LATE_S - 0.01, LIVE), (2.0 + LATE_S + 0.01, STALE)):
+        views.freshness.note_log_read(tick)
+        assert shown(views, stream) == expected
+
+
 # --- silence --------------------------------------------------------------------------------------------------------
 
 
