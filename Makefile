@@ -59,7 +59,7 @@ coverage: $(VENV)/.installed-dev ## lines that unit tests and contracts reach in
 BOUNDS = $(wildcard tests/bridge/test_*.py tests/indexer/test_*.py) tests/bridge/live/test_hostile_engines.py \
 	tests/bridge/live/test_recorded_engines.py tests/analysis/test_page_history.py tests/kv_events/test_page_table.py \
 	tests/kv_events/test_kernels.py tests/publisher/test_ledger.py tests/publisher/test_streams.py \
-	$(addprefix tests/selection/test_,book.py policies.py) tests/api/selection/test_direct_selections.py \
+	$(addprefix tests/selection/test_,book.py policies.py) $(addprefix tests/api/selection/test_direct_,bookings.py selections.py) \
 	$(addprefix tests/api/fast/test_,answer_writer.py both_ways.py fast_path.py number_kernels.py)
 
 .PHONY: test-bounds

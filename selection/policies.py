@@ -19,6 +19,8 @@ from selection.kernels.choose import least_work, lowest_cost
 
 ENTRY_POINTS = "kvsight.policies"
 DEFAULT_POLICY = "overlap-load"
+LEAST_WORK = "the least work for prefill and decode"
+"""The reason of `OverlapLoadPolicy`."""
 
 _MAX_SESSIONS = 2**17
 _SESSION_S = 3600.0
@@ -46,7 +48,7 @@ class OverlapLoadPolicy:
         row = least_work(prefill, computed, blocks, scale, next_turns(), costs)
         if temperature := asked.options.get("router_temperature"):
             row = _by_temperature(costs, temperature)
-        return Choice(row, costs, "the least work for prefill and decode")
+        return Choice(row, costs, LEAST_WORK)
 
     def scale_of_work(self, options: Mapping[str, float], block_size: int) -> float | None:
         """Return the scale with which kernels choose, see `least_work`. None: with these options, only `choose` can."""

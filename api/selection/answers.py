@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET
 
+from api.selection.kernels.select import COST_SCALE, MOST_EXPLAINED
 from indexer.namespaces import Namespace
 from kv_events.http.selection import (
     Load,
@@ -26,7 +27,6 @@ from selection.candidates import Candidates
 from selection.roster import Roster, Weighed
 from selection.selector import Chosen
 
-_NUM_SHOWN = 3
 _MOST_DIGITS = 19
 
 
@@ -91,12 +91,12 @@ def _shown(candidates: Candidates, costs: npt.NDArray[np.float64]) -> list[Weigh
         WeighedCandidate(
             worker_id=worker_name(candidates.workers[row]),
             dp_rank=candidates.dp_ranks[row],
-            cost=float(costs[row]),
+            cost=float(np.rint(costs[row] * COST_SCALE) / COST_SCALE),
             tokens=int(candidates.predicted[row]),
             prefill_tokens=int(candidates.prefill_tokens[row]),
             requests=int(candidates.requests[row]),
         )
-        for row in np.argsort(costs, kind="stable")[:_NUM_SHOWN].tolist()
+        for row in np.argsort(costs, kind="stable")[:MOST_EXPLAINED].tolist()
         if np.isfinite(costs[row])
     ]
 

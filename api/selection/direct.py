@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from api.fast.kernel_connections import MOST_AT_ONCE
 from api.fast.kernels.connections import MAX_NAME_BYTES, SocketBuffers
@@ -16,15 +17,16 @@ from api.fast.kernels.query import Times
 from api.fast.writer import Plan, texts
 from api.selection.answers import worker_name
 from api.selection.kernels.record import RecordTexts
-from api.selection.kernels.select import SelectionTable, select_requests
+from api.selection.kernels.select import MOST_EXPLAINED, SelectionTable, select_requests
 from indexer.namespaces import Namespace
-from kv_events.http.selection import Overlap, Selection
+from kv_events.http.selection import Overlap, Selection, WeighedCandidate
 from kv_events.kernels.bundles import BoolVector, U8Vector, pin
 from kv_events.limits import MAX_REQUEST_ID_BYTES
 from kv_events.reservations import reserved_opening
+from kv_events.streams import StreamId
 from selection.book import Book
 from selection.kernels.booked import Bookings, make_bookings
-from selection.policies import next_turns
+from selection.policies import LEAST_WORK, next_turns
 from selection.roster import Roster
 from selection.selector import MOST_SHOWN, Selector
 
@@ -35,7 +37,7 @@ _BYTES_PER_RECORD = 128
 _GAP = 1000001
 _GAPS = re.compile(rb'"%d":%d|%d' % (_GAP, _GAP, _GAP))
 _OVERLAP = Overlap(longest_matched=_GAP, gpu=_GAP, dp={_GAP: _GAP}, cpu=_GAP, disk=_GAP, predicted=_GAP)
-_BEGIN = b',"overlap":{'  # in a JSON string, the quotes would be escaped
+_BEGIN, _BEGIN_COST, _LAST = b',"overlap":{', b',"cost":', b"]}"  # in a JSON string, the quotes would be escaped
 MOST_CHOICES, MOST_HASHES, _HASH_BYTES = MOST_AT_ONCE, 2**13, 21
 """Bounds on what is booked in one call of the kernel. A longer prompt is booked in Python."""
 
@@ -103,7 +105,9 @@ class SelectionPlan(NamedTuple):
         return self.table.answer_bytes
 
 
-def direct_table(roster: Roster, book: Book, namespace: Namespace, selector: Selector | None) -> DirectTable:
+def direct_table(
+    roster: Roster, book: Book, namespace: Namespace, selector: Selector | None, *, is_explained: bool
+) -> DirectTable:
     """Return what answers say about a roster. selector: names reservations. None: nothing is booked."""
     (model, tenant, block_size), beginnings, pieces = namespace.key, list[bytes](), list[bytes]()
     openings, opening, bookings, record = list[bytes](), b"{", make_bookings(0, 0, 0), _NO_RECORD
@@ -122,12 +126,18 @@ def direct_table(roster: Roster, book: Book, namespace: Namespace, selector: Sel
             overlap=_OVERLAP,
             effective_prefill_tokens=_GAP,
             potential_decode_blocks=_GAP,
+            reason=LEAST_WORK if is_explained else UNSET,
+            candidates=[] if is_explained else UNSET,
         )
         begin, found, end = msgspec.json.encode(answer).replace(b"{", opening, 1).partition(_BEGIN)
         first, *pieces = _GAPS.split(end)
         beginnings.append(begin + found + first)
+    explained = [_candidate_pieces(rank) for rank in roster.ranks] if is_explained else []
+    for _, *others in explained[:1]:
+        pieces = [*pieces[:-1], pieces[-1].removesuffix(_LAST), *others, _LAST]
     most_bytes = len(b"".join(openings + pieces)) + max(map(len, beginnings), default=0)
     most_bytes += _BYTES_PER_RANK * (4 + len(beginnings)) + _HASH_BYTES * len(bookings.hashes) + MAX_NAME_BYTES
+    most_bytes += MOST_EXPLAINED * max((len(b"".join(each)) + 2 * _BYTES_PER_RANK for each in explained), default=0)
     table = SelectionTable(
         book.pages,
         book.loads,  # others come with another roster
@@ -137,10 +147,26 @@ def direct_table(roster: Roster, book: Book, namespace: Namespace, selector: Sel
         texts(openings),
         texts(beginnings),
         texts(pieces),
+        texts([begin for begin, *_ in explained]),
         np.zeros(len(beginnings)),
         np.zeros(most_bytes, np.uint8),
     )
     return DirectTable(pin(table), bookings, most_bytes)
+
+
+def _candidate_pieces(rank: StreamId) -> list[bytes]:
+    """Return what comes before each number of a candidate, from the cost on, and the end."""
+    candidate = WeighedCandidate(
+        worker_id=worker_name(rank.worker),
+        dp_rank=rank.dp_rank,
+        cost=_GAP,
+        tokens=_GAP,
+        prefill_tokens=_GAP,
+        requests=_GAP,
+    )
+    begin, found, end = msgspec.json.encode(candidate).partition(_BEGIN_COST)
+    first, *pieces = _GAPS.split(end)
+    return [begin + found + first, *pieces]
 
 
 @lru_cache(256)

@@ -68,7 +68,7 @@ class SelectionRoutes:
         self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._writer = AnswerWriter()
-        self._tables: WeakKeyDictionary[Roster, dict[bool, DirectTable]] = WeakKeyDictionary()
+        self._tables: WeakKeyDictionary[Roster, dict[tuple[bool, bool], DirectTable]] = WeakKeyDictionary()
 
     def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""
@@ -105,7 +105,7 @@ class SelectionRoutes:
         is_plain = all(getattr(request, field) is None for field in _ONLY_PYTHON)
         session = session_of(request)  # a longer one would have no room in a record
         is_plain = is_plain and (is_reserving or request.selection_id is None)  # `/reservations` may follow
-        if not is_plain or request.explain or request.sources or len(session.encode()) > MAX_REQUEST_ID_BYTES:
+        if not is_plain or request.sources or len(session.encode()) > MAX_REQUEST_ID_BYTES:
             return None
         namespace, now, selector = self._namespace(request), self._served.now(), self._selector
         if namespace.groups or (is_reserving and not self.reservations.number_ranks(namespace, now)):
@@ -115,10 +115,10 @@ class SelectionRoutes:
             return None
         roster, scale = work
         tables = self._tables.setdefault(roster, {})
-        if is_reserving not in tables:
-            book = self.reservations.book
-            tables[is_reserving] = direct_table(roster, book, namespace, selector if is_reserving else None)
-        table, found = tables[is_reserving], self._writer.plan(question_of(request, "token_ids"), namespace)
+        kind, books = (is_reserving, request.explain), selector if is_reserving else None
+        if kind not in tables:
+            tables[kind] = direct_table(roster, self.reservations.book, namespace, books, is_explained=request.explain)
+        table, found = tables[kind], self._writer.plan(question_of(request, "token_ids"), namespace)
 
         def note(names: Sequence[str], count: int) -> None:
             names = names or list(selector.take_names(count))

@@ -119,7 +119,7 @@ class WeighedCandidate(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: WorkerName
     dp_rank: int
     cost: float
-    """The lowest one wins."""
+    """The lowest one wins. With three decimals."""
     tokens: int
     """Tokens of the prompt that it holds on its device, with predicted ones."""
     prefill_tokens: int

@@ -16,7 +16,7 @@ from api.fast.kernels.connections import (
     send_answer,
 )
 from api.fast.kernels.query import TEXT, UNKNOWN, QueryBuffers, Seeds, Times, answer_query
-from api.fast.kernels.text import Texts, put_hashes, put_key, put_number, put_piece
+from api.fast.kernels.text import COMMA, Texts, put_byte, put_float, put_hashes, put_key, put_number, put_piece
 from api.selection.kernels.record import Name, RecordTexts, put_name, put_record
 from indexer.kernels.find import PageLookup
 from kv_events.kernels.bundles import F64Vector, U8Vector, U64Input
@@ -42,7 +42,12 @@ from selection.kernels.choose import least_work, shown_rows
 from selection.kernels.weigh import RosterColumns, weigh
 
 _ID, _HASHES, _TOKENS = range(3)
-_GPU, _RANKS, _CPU, _DISK, _PREDICTED, _COMPUTED, _BLOCKS, _END = range(8)
+_GPU, _RANKS, _CPU, _DISK, _PREDICTED, _COMPUTED, _BLOCKS, _END, _HELD, _PREFILL, _REQUESTS, _CLOSE, _LAST = range(13)
+
+MOST_EXPLAINED = 3
+"""Candidates that an answer shows."""
+COST_SCALE = 1e3
+"""Costs are shown with three decimals."""
 
 
 class SelectionTable(NamedTuple):
@@ -58,7 +63,9 @@ class SelectionTable(NamedTuple):
     beginnings: Texts
     """[n] an answer with this rank, from there up to the first number that depends on the prompt."""
     pieces: Texts
-    """[8] what comes before each of the other numbers, see `_GPU`, and the end."""
+    """[8] what comes before each of the other numbers, see `_GPU`, and the end. [13] if answers show candidates."""
+    explained: Texts
+    """[n] a candidate with this rank, up to its cost. [0]: answers show none."""
     costs: F64Vector
     """[n] scratch."""
     out: U8Vector
@@ -120,7 +127,10 @@ def _put_opening(table: SelectionTable, name: Name, hashes: U64Input, tokens: in
 
 @helper
 def _put_selection(table: SelectionTable, ranks: StreamTable, count: int, chosen: int, at: int) -> int:
-    """Write an answer from its rank on. count: of candidates. chosen: one of them. Returns its end in `table.out`."""
+    """Write an answer from its rank on. count: of candidates. chosen: one of them.
+
+    Returns its end in `table.out`, -1 as `put_float`.
+    """
     out, roster = table.out, table.roster
     held, worker = roster.held, ranks.workers[roster.streams[roster.rows[chosen]]]
     gpu = cpu = external = int64(0)
@@ -141,7 +151,30 @@ def _put_selection(table: SelectionTable, ranks: StreamTable, count: int, chosen
         at = put_number(out, put_piece(out, at, table.pieces, _PREDICTED), roster.predicted[chosen])
     at = put_number(out, put_piece(out, at, table.pieces, _COMPUTED), int64(np.rint(roster.computed[chosen])))
     at = put_number(out, put_piece(out, at, table.pieces, _BLOCKS), roster.decode_blocks[chosen])
-    return put_piece(out, at, table.pieces, _END)
+    at = put_piece(out, at, table.pieces, _END)
+    return _put_explained(table, count, at) if table.explained.ends.shape[0] > 1 else at
+
+
+@helper
+def _put_explained(table: SelectionTable, count: int, at: int) -> int:
+    """Write the candidates with the lowest costs, and the end. Returns the end in `table.out`, -1 as `put_float`."""
+    out, roster, costs, pieces, last = table.out, table.roster, table.costs, table.pieces, int64(-1)
+    for number in range(min(count, MOST_EXPLAINED)):
+        row = int64(-1)
+        for i in range(count):  # equal costs in the order of the ranks
+            is_after = last < 0 or costs[i] > costs[last] or (costs[i] == costs[last] and i > last)
+            if is_after and (row < 0 or costs[i] < costs[row]):
+                row = i
+        at, last = put_byte(out, at, COMMA) if number > 0 else at, row
+        at = put_piece(out, at, table.explained, roster.rows[row])
+        at = put_float(out, at, np.rint(costs[row] * COST_SCALE) / COST_SCALE)
+        if at < 0:
+            return at
+        at = put_number(out, put_piece(out, at, pieces, _HELD), roster.predicted[row])
+        at = put_number(out, put_piece(out, at, pieces, _PREFILL), roster.prefill_tokens[row])
+        at = put_number(out, put_piece(out, at, pieces, _REQUESTS), roster.requests[row])
+        at = put_piece(out, at, pieces, _CLOSE)
+    return put_piece(out, at, pieces, _LAST)
 
 
 @kernel
@@ -197,6 +230,8 @@ def select_requests(
         name = Name(first_name + i, sockets.data, borders[NAME], borders[NAME_END])
         opening = _put_opening(table, name, hashes, tokens) if is_booking else int64(0)
         length = _put_selection(table, streams, num_candidates, chosen, opening)
+        if length < 0:
+            continue
         if is_booking:
             of_prompt = (tokens, num_candidates)
             _book(table, hashes, of_prompt, chosen, i, name, (now_s, until), session)

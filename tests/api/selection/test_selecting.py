@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from api.app import create_app
+from api.selection.requests import decoded
 from api.service import LiveService
 from api.settings import ApiSettings
 from kv_events.decisions import VERSION, Decision
@@ -65,6 +66,24 @@ async def test_equal_prompts_at_once_split_evenly() -> None:
         assert abs(counts["w0"] - 224) <= 22
         assert sum(counts.values()) == 448
         assert {worker: load[0] for worker, load in (await loads(client)).items()} == counts
+
+
+async def test_large_bodies_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    active, most_active = list[object](), list[int]()
+
+    def watched(*args: Any) -> Any:
+        active.append(args)
+        most_active.append(len(active))
+        try:
+            return decoded(*args)
+        finally:
+            active.remove(args)
+
+    monkeypatch.setattr("api.selection.routes.decoded", watched)
+    async with fleet(None, None) as (client, _):
+        large = list(range(500_000))
+        await asyncio.gather(*(post(client, "/select", token_ids=large) for _ in range(8)))
+    assert most_active == [1] * 8
 
 
 async def test_the_funnel_counts_what_is_booked_and_its_outcome() -> None:
