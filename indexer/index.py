@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from indexer.kernels import apply, holder_sets, prefixes
-from indexer.kernels.find import PageLookup, find
-from indexer.kernels.reuse import sets_of_pages, trim_to_reusable
+from indexer.kernels.find import PageLookup, find, sets_of_pages
 from indexer.slices import run_at_once
 from kv_events.codec import RemovedPages, StoredPages
 from kv_events.digest import DIGEST_WORDS, Digest
@@ -199,21 +198,14 @@ class OverlapIndex:
         """Number of streams that the columns of this index have room for. It grows with the streams."""
         return 64 * self._width
 
-    def holders(self, hashes: U64Array) -> npt.NDArray[np.uint32]:
-        """Return uint32[n], the ids of the pages' holder sets for `trim_to_reusable`. Valid until the next change.
-
-        hashes: uint64[n], C order, sequence hashes.
-        """
-        sets = np.empty(len(hashes), _UINT32)
-        sets_of_pages(self.lookup, hashes, sets)
-        return sets
-
     def tiers_held(self, hashes: U64Array, stream: int) -> npt.NDArray[np.uint8]:
         """Return uint8[n]: for each page, a bitmask of the tiers on which a stream holds it.
 
         hashes: uint64[n], C order, sequence hashes.
         """
-        words = self.pages.sets.words[self.holders(hashes), stream >> 6 :: self._width]
+        sets = np.empty(len(hashes), _UINT32)
+        sets_of_pages(self.lookup, hashes, sets)
+        words = self.pages.sets.words[sets, stream >> 6 :: self._width]
         bits = (words >> np.uint64(stream & 63) & np.uint64(1)).astype(np.uint8)
         return np.packbits(bits, axis=1, bitorder="little")[:, 0]
 
@@ -232,18 +224,6 @@ class OverlapIndex:
             is_asked = hashes[found] == keys
             tiers[found[is_asked]] = marks[entries[is_asked]]
         return tiers
-
-    def trim_to_reusable(
-        self,
-        holders: npt.NDArray[np.uint32],
-        streams: npt.NDArray[np.int64],
-        rule: tuple[int, int, int, int],
-        steps: npt.NDArray[np.int64],
-        behind: npt.NDArray[np.int64],
-        lengths: npt.NDArray[np.int64],
-    ) -> bool:
-        """Shorten prefixes until each one can end where it ends. See the kernel."""
-        return bool(trim_to_reusable(self.pages.sets.words, holders, streams, rule, steps, behind, lengths))
 
     def shared_prefixes(self, most: int) -> Generator[None, None, list[U64Array]]:
         """Find the prefixes of which most pages are held by several streams, in slices of a fraction of a millisecond.

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from indexer.index import IndexFullError, OverlapIndex
+from indexer.kernels.apply import Pages
+from indexer.kernels.reuse import Groups, GroupSpace
 from indexer.kernels.views import ViewColumns
 from indexer.settings import IndexerSettings
 from indexer.views import View, make_columns
@@ -45,18 +44,21 @@ class Namespace:
     """Views by worker and DP rank."""
     groups: dict[str, Namespace] = field(default_factory=dict, repr=False)
     """Namespaces of its group streams, of the same tenant and block size."""
-    group_streams: dict[str, GroupStreams] = field(default_factory=dict, repr=False)
-    """What `indexer.scores` keeps about them."""
+    kept_groups: KeptGroups | None = field(default=None, repr=False)
+    """What `indexer.scores` keeps of them."""
 
 
-class GroupStreams(NamedTuple):
-    """The streams of a namespace in one of its groups."""
+class KeptGroups(NamedTuple):
+    """The groups of a namespace for kernels."""
 
-    group: Namespace
-    changes: tuple[int, int]
-    """`num_changes` of the namespace and of the group when this was made."""
-    streams: npt.NDArray[np.int64]
-    """[streams] number in the group, -1 for streams that are not in it."""
+    changes: tuple[int, ...]
+    """`num_changes` of the namespace and of the groups when this was made."""
+    pages: list[Pages]
+    """Of the groups' indexes, then."""
+    spaces: list[GroupSpace]
+    """Those of `groups`, which has only their addresses."""
+    groups: Groups
+    pinned: Groups
 
 
 class RefusedStream(NamedTuple):
@@ -229,7 +231,6 @@ class Namespaces:
         base, group = _base_key(namespace.key)
         if group is not None and (home := self._namespaces.get(base)) is not None:
             del home.groups[group]
-            home.group_streams.pop(group, None)
 
 
 def _base_key(key: NamespaceKey) -> tuple[NamespaceKey, str | None]:

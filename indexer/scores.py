@@ -1,13 +1,10 @@
 """Scores: the tokens of a prompt that each worker can reuse, by cumulative tier, in one namespace or several.
 
-Full KV can be reused at every page, a recurrent state only after the page at whose end it was taken, and a sliding
-window only if it is complete. Workers publish their states and windows in group streams (see `kv_events.streams`), each
-of which has its own index. The rules are those of vLLM's `find_longest_cache_hit`; engines with other rules publish
-what makes them equal.
+What can be reused of what a worker holds is decided by its group streams, see `indexer.kernels.reuse`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from operator import is_not
 from typing import NamedTuple
 
 import numpy as np
@@ -15,18 +12,18 @@ import numpy.typing as npt
 
 from indexer.freshness import Freshness
 from indexer.index import Matches
-from indexer.namespaces import GroupStreams, Namespace
+from indexer.kernels.reuse import KINDS, NO_STREAM, UNKNOWN, Groups, GroupSpace, shorten
+from indexer.kernels.views import NUM_NUMBERS
+from indexer.namespaces import KeptGroups, Namespace
 from indexer.views import STATES, View, ViewState, least_trusted
 from kv_events.hashing import U64Array
+from kv_events.kernels.arrays import zeros
+from kv_events.kernels.bundles import pin
+from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY
+from kv_events.schema import NUM_MEDIA
 from kv_events.streams import Group, parse_group
 
-_NO_STREAM = -1
 _NO_FULL = "nofull"
-_MAX_ROUNDS = 256
-"""Engines need a few. A stream that needs more gets no score, so that it cannot make queries slow."""
-_EXPIRED = STATES.index(ViewState.EXPIRED)
-
-_Trim = Callable[[npt.NDArray[np.int64]], bool]
 
 
 class TierTokens(NamedTuple):
@@ -146,7 +143,7 @@ def score_all(
 
 
 class Reuse(NamedTuple):
-    """What the streams of a match can reuse."""
+    """What the streams of a match can reuse. Valid until the next call."""
 
     matches: Matches
     """The streams that can reuse anything, with the pages that they can reuse, by tier."""
@@ -162,39 +159,80 @@ def reusable(
     num_positions: int | None,
     only: Collection[str] | None = None,
 ) -> Reuse:
-    """Shorten matches to what the engines can reuse. Overwrites `matches.pages`.
+    """Shorten matches to what the engines can reuse, see the kernel `shorten`. Overwrites `matches.pages`.
 
-    An expired group stream counts as empty. Streams without groups are not changed. hashes: uint64[n], C order.
-    matches: the result of the main namespace. num_positions: tokens of the prompt, of which an engine computes the last
-    one in any case; None: not known. only: names of the groups that count; None: all.
+    hashes: uint64[n], C order. matches: the result of the main namespace. num_positions: tokens of the prompt; None:
+    not known. only: names of the groups that count; None: all.
     """
-    groups = {name: group for name, group in namespace.groups.items() if only is None or name in only}
-    found = matches.streams
-    if _NO_FULL in groups:
-        found = _with_unlimited(namespace, len(hashes), matches, freshness)
-    rules = _Rules(len(found), namespace.key.block_size)
-    states = np.zeros(len(matches.pages), np.uint8)
-    lengths = matches.pages[found].astype(np.int64)
-    for name, group in groups.items():
-        streams = _streams_in(namespace, name, group, freshness)[found]
-        has_group = streams != _NO_STREAM
-        group_states = np.where(has_group, freshness.states(group.columns, streams), 0).astype(np.uint8)
-        lengths[group_states == _EXPIRED] = 0
-        states[found] = np.maximum(states[found], group_states)
-        rules.add(parse_group(name), group, streams)
-    rules.trim(lengths, hashes, num_positions)
-    matches.pages[found] = lengths
-    return Reuse(Matches(found[lengths[:, -1] > 0], matches.pages), states)
+    kept = groups_of(namespace) if only is None else _groups(namespace, only)
+    num_found, streams = len(matches.streams), np.empty(len(matches.pages), np.int32)
+    streams[:num_found] = matches.streams
+    prompt = namespace.key.block_size, UNKNOWN if num_positions is None else num_positions
+    num_left = shorten(kept.pinned, hashes, prompt, freshness.bounds(), streams, num_found, matches.pages)
+    return Reuse(Matches(streams[:num_left], matches.pages), kept.groups.states)
 
 
-def _with_unlimited(
-    namespace: Namespace, num_pages: int, matches: Matches, freshness: Freshness
-) -> npt.NDArray[np.int32]:
-    """Return the found streams and those without full attention, for which every page counts as held."""
-    streams = _streams_in(namespace, _NO_FULL, namespace.groups[_NO_FULL], freshness)
-    unlimited = np.flatnonzero(streams != _NO_STREAM).astype(np.int32)
-    matches.pages[unlimited] = num_pages
-    return np.union1d(matches.streams, unlimited)
+def groups_of(namespace: Namespace) -> KeptGroups:
+    """Return the groups of a namespace for kernels: the same object until anything has changed."""
+    if not namespace.groups:
+        return _NO_GROUPS
+    kept, groups = namespace.kept_groups, namespace.groups.values()
+    changes = namespace.num_changes, *(group.num_changes for group in groups)
+    if kept is None or kept.changes != changes or any(map(is_not, kept.pages, (group.index.pages for group in groups))):
+        kept = namespace.kept_groups = _groups(namespace, namespace.groups)
+    return kept
+
+
+def _groups(namespace: Namespace, names: Collection[str]) -> KeptGroups:
+    groups = {name: group for name, group in namespace.groups.items() if name in names}
+    block_size = namespace.key.block_size
+    spaces = [pin(_space(group, namespace)) for group in groups.values()]
+    rules = [_rule(parse_group(name), block_size) for name in groups]
+    num_pages = max(MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY // block_size)
+    bundle = _bundle(spaces, rules, namespace.columns.numbers, namespace.index.most_streams, num_pages)
+    changes = namespace.num_changes, *(group.num_changes for group in groups.values())
+    return KeptGroups(changes, [group.index.pages for group in groups.values()], spaces, bundle, pin(bundle))
+
+
+def _bundle(
+    spaces: list[GroupSpace],
+    rules: list[tuple[int, int, int]],
+    numbers: npt.NDArray[np.int64],
+    num_streams: int,
+    num_pages: int,
+) -> Groups:
+    return Groups(
+        spaces=np.array(spaces, np.uint64).reshape(len(spaces), -1 if spaces else 0),
+        rules=np.array(rules, np.int64).reshape(-1, 3),
+        numbers=numbers,
+        states=np.zeros(num_streams, np.uint8),
+        is_found=np.zeros(num_streams, np.bool_),
+        members=np.zeros(len(rules), np.int64),
+        lengths=np.zeros(NUM_MEDIA, np.int64),
+        sets=zeros((len(rules), num_pages), np.uint32),
+        num_looked_up=np.zeros(len(rules), np.int64),
+    )
+
+
+_NOTHING = _bundle([], [], np.zeros((0, NUM_NUMBERS), np.int64), 0, 0)
+_NO_GROUPS = KeptGroups((), [], [], _NOTHING, pin(_NOTHING))
+
+
+def _space(group: Namespace, namespace: Namespace) -> GroupSpace:
+    members = np.full(namespace.index.most_streams, NO_STREAM, np.int64)
+    for number, view in namespace.views.items():
+        if in_group := group.by_rank.get(_rank(view)):
+            members[number] = in_group.number
+    pages, columns = group.index.pages, group.columns
+    state = columns.states, columns.faults, columns.last_batch_tick, columns.numbers
+    return GroupSpace(pages.table, pages.holders, pages.sets.words, *state, members)
+
+
+def _rule(group: Group, block_size: int) -> tuple[int, int, int]:
+    """Return the row of `Groups.rules`."""
+    block = max(1, group.block // block_size)
+    size = {"swa": -(-group.size // (block * block_size)), "step": max(1, group.size // block_size), "mamba": 1}
+    return KINDS.index(group.kind), size.get(group.kind, group.size), block
 
 
 class StreamReuse(NamedTuple):
@@ -232,81 +270,6 @@ def stream_reuse(
         not unlimited,
         frozenset(expired & groups.keys()),
     )
-
-
-class _Rules:
-    """The rules of the groups of some streams."""
-
-    def __init__(self, num_streams: int, block_size: int) -> None:
-        self._block_size = block_size
-        self._has_groups = np.zeros(num_streams, np.bool_)
-        self._is_hybrid = np.zeros(num_streams, np.bool_)
-        self._recomputed = np.zeros(num_streams, np.int64)  # 1 for EAGLE
-        self._steps = np.ones(num_streams, np.int64)  # pages of which every prefix is a multiple
-        self._groups: list[tuple[Group, Namespace, npt.NDArray[np.int64]]] = []
-
-    def add(self, group: Group, namespace: Namespace, streams: npt.NDArray[np.int64]) -> None:
-        """Add a group. streams: number of each stream in the group, or -1."""
-        has_group = streams != _NO_STREAM
-        self._has_groups |= has_group
-        if group.kind == "eagle":
-            self._recomputed[has_group] = 1
-        elif group.kind == "step":
-            self._steps[has_group] = max(1, group.size // self._block_size)
-        elif group.kind != _NO_FULL:
-            self._is_hybrid |= has_group
-            self._groups.append((group, namespace, streams))
-
-    def trim(self, lengths: npt.NDArray[np.int64], hashes: U64Array, num_positions: int | None) -> None:
-        """Shorten prefixes until all groups allow them to end. lengths: [streams, 4] pages, updated."""
-        eagle, has_groups = self._recomputed[:, np.newaxis] > 0, self._has_groups[:, np.newaxis]
-        most = len(hashes) if num_positions is None else max(0, num_positions - 1) // self._block_size
-        is_plain_eagle = eagle & ~self._is_hybrid[:, np.newaxis]
-        np.minimum(lengths, most, out=lengths, where=is_plain_eagle)  # hybrid engines look one block further
-        lengths -= self._recomputed[:, np.newaxis]
-        np.clip(lengths, 0, np.where(has_groups, most, lengths), out=lengths)
-        lengths -= lengths % self._steps[:, np.newaxis]
-        longest = int(lengths.max(initial=0))
-        steps = [self._step(*group, hashes, longest) for group in self._groups]
-        for _ in range(_MAX_ROUNDS):  # all groups must allow a prefix to end at the same page
-            before = lengths.copy()
-            if not any([step(lengths) for step in steps]):  # noqa: C419  (all of them)
-                return
-        lengths[(lengths != before).any(axis=1)] = 0
-
-    def _step(
-        self, group: Group, namespace: Namespace, streams: npt.NDArray[np.int64], hashes: U64Array, longest: int
-    ) -> _Trim:
-        block = max(1, group.block // self._block_size)
-        window = -(-group.size // (block * self._block_size)) if group.kind == "swa" else 1
-        behind = self._recomputed if group.kind == "swa" else np.zeros_like(self._recomputed)
-        holders = namespace.index.holders(hashes[: longest + block])
-        rule = (window, block, group.size if group.kind == "chunk" else 0, self._block_size)
-        return partial(namespace.index.trim_to_reusable, holders, streams, rule, self._steps, behind)
-
-
-def _streams_in(namespace: Namespace, name: str, group: Namespace, freshness: Freshness) -> npt.NDArray[np.int64]:
-    """Return int64[streams]: the number that each stream of the namespace has in its group, -1 if it has none.
-
-    A group stream that was closed, or that has expired since the worker began a newer epoch, does not count: the engine
-    came back without the group.
-    """
-    changes = (namespace.num_changes, group.num_changes)
-    kept = namespace.group_streams.get(name)
-    if kept is None or kept.changes != changes or kept.group is not group:
-        streams = np.full(namespace.index.most_streams, _NO_STREAM, np.int64)
-        for number, view in namespace.views.items():
-            found = group.by_rank.get(_rank(view))
-            streams[number] = _NO_STREAM if found is None else found.number
-        kept = namespace.group_streams[name] = GroupStreams(group, changes, streams)
-    streams = kept.streams
-    ended = (streams != _NO_STREAM) & (freshness.states(group.columns, streams) == _EXPIRED)
-    if ended.any():
-        streams = streams.copy()
-        for number in np.flatnonzero(ended).tolist():
-            if _is_gone(namespace.views[number], group.views[int(streams[number])]):
-                streams[number] = _NO_STREAM
-    return streams
 
 
 def _is_gone(view: View, in_group: View) -> bool:

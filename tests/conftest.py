@@ -4,6 +4,7 @@ In CI a missing part is a failure; elsewhere a skip that says how to get it.
 """
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -152,6 +153,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome = "failed"
         report.longrepr = f"nothing may be skipped in CI: {report.longrepr}"
     return report
+
+
+@pytest.fixture(autouse=True)
+def levels_of_loggers() -> Iterator[None]:
+    """Commands that a test runs in its process set levels, which must not outlive it."""
+    loggers = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    levels = [(each, each.level) for each in (logging.root, *loggers)]
+    yield
+    for logger, level in levels:
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ class LocalAnswers:
     def direct_plan(self, question: ParsedQuery) -> Plan | None:
         """See `TextRoute`."""
         asked = self._namespaces_of(question)
-        if len(asked) > 1 or asked[0].groups or not question.is_usual or question.field != "token_ids":
+        if len(asked) > 1 or not question.is_usual or question.field != "token_ids":
             return None
         return self._writer.plan(question, asked[0])
 

@@ -30,7 +30,6 @@ from api.fast.kernels.query import (
     SEQUENCE_HASHES,
     TEXT,
     TOKENS,
-    UNKNOWN,
     QueryBuffers,
     Seeds,
     Times,
@@ -40,10 +39,9 @@ from api.fast.kernels.text import MARGIN, Texts
 from api.queries.encoding import hint_of
 from api.queries.kernels.numbers import read_hashes
 from indexer.freshness import Freshness
-from indexer.index import Matches
 from indexer.kernels.find import PageLookup
-from indexer.namespaces import Namespace
-from indexer.scores import reusable
+from indexer.namespaces import KeptGroups, Namespace
+from indexer.scores import groups_of
 from indexer.views import STATES
 from kv_events.hashing import U64Array, process_base
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
@@ -62,7 +60,6 @@ _GIVEN = {
     "seq_hashes": SEQUENCE_HASHES,
     "block_hash": SEQUENCE_HASHES,
 }
-_NO_TIMES: Times = (0.0, 0.0, 0.0, 0.0)  # to find a prompt takes none
 _NO_TOKENS, _NO_HASHES = np.zeros(0, np.uint32), np.zeros(0, np.uint64)
 
 _Prompt: TypeAlias = tuple[int, bytes, int, PromptArray, PromptArray]
@@ -155,14 +152,8 @@ class AnswerWriter:
         self, question: ParsedQuery, prompt: _Prompt, namespace: Namespace, freshness: Freshness, now: float
     ) -> tuple[bytes | None, int]:
         """Return the answer, if there is one, and the index of the "]" of a text."""
-        plan = self.plan(question, namespace)
         times = (now, *freshness.bounds())
-        if not namespace.groups:
-            length, end, num_positions = plan.answer(prompt, UNKNOWN, 0, times)
-        else:
-            found, end = self._find(plan, prompt, namespace, freshness)
-            num_positions = 0 if found is None else found.num_positions
-            length = -1 if found is None else plan.answer(prompt, len(found.streams), 1, times)[0]
+        length, end, num_positions = self.plan(question, namespace).answer(prompt, times, finds_only=False)
         if length < 0:
             return None, end
         answer, block_size = self._buffers.out[:length].tobytes(), namespace.key.block_size
@@ -175,19 +166,12 @@ class AnswerWriter:
         self, plan: Plan, prompt: _Prompt, namespace: Namespace, freshness: Freshness
     ) -> tuple[PromptFound | None, int]:
         """Return what each stream can reuse, and the index of the "]" of a text; None if it cannot be read."""
-        num_found, end, num_positions = plan.answer(prompt, UNKNOWN, 1, _NO_TIMES)
+        num_found, end, num_positions = plan.answer(prompt, (0.0, *freshness.bounds()), finds_only=True)
         if end < 0:
             return None, end
         buffers, kind = self._buffers, prompt[0]
         num_pages = num_positions // namespace.key.block_size if kind in (TEXT, TOKENS) else num_positions
         hashes = prompt[-1] if kind == SEQUENCE_HASHES else buffers.hashes[:num_pages]
-        if namespace.groups:
-            matches = Matches(buffers.streams[:num_found], buffers.pages[: namespace.index.most_streams])
-            known_positions = num_positions if kind in (TEXT, TOKENS) else None
-            left = reusable(namespace, hashes, matches, freshness, known_positions)
-            num_found = len(left.matches.streams)
-            buffers.streams[:num_found] = left.matches.streams
-            buffers.group_states[: len(left.states)] = left.states
         return PromptFound(hashes, num_positions, buffers.streams[:num_found], buffers.pages), end
 
     def find_text(
@@ -241,6 +225,7 @@ class AnswerWriter:
             question,
             ref(namespace),
             namespace.num_changes,
+            table.groups,
             namespace.index.lookup,
             self._pinned,
             table.table,
@@ -252,7 +237,7 @@ class AnswerWriter:
 
     def _roster(self, namespace: Namespace) -> _KeptTable:
         kept = self._tables.get(id(namespace))
-        if kept is None or kept.num_changes != namespace.num_changes:
+        if kept is None or kept.num_changes != namespace.num_changes or kept.groups is not groups_of(namespace):
             if kept is None:
                 finalize(namespace, self._forget, id(namespace))
             kept = self._tables[id(namespace)] = _KeptTable.of(namespace)
@@ -272,6 +257,7 @@ class Plan(NamedTuple):
     namespace: ref[Namespace]
     num_changes: int
     """`Namespace.num_changes`."""
+    groups: KeptGroups
     lookup: PageLookup
     buffers: QueryBuffers
     table: StreamTable
@@ -288,6 +274,7 @@ class Plan(NamedTuple):
         return (
             self.namespace() is namespace
             and namespace.num_changes == self.num_changes
+            and groups_of(namespace) is self.groups
             and namespace.index.lookup is self.lookup
             and question.tenant == mine.tenant
             and question.is_peer == mine.is_peer
@@ -295,11 +282,11 @@ class Plan(NamedTuple):
             and question.weights == mine.weights
         )
 
-    def answer(self, prompt: _Prompt, found: int, has_groups: int, times: Times) -> tuple[int, int, int]:
+    def answer(self, prompt: _Prompt, times: Times, *, finds_only: bool) -> tuple[int, int, int]:
         """Call `answer_query`."""
         kind, text, start, tokens, hashes = prompt
         block_size, is_bigram, has_weights, begin = self.numbers
-        question = (kind, block_size, is_bigram, found, has_weights, has_groups, begin)
+        question = (kind, block_size, is_bigram, has_weights, int(finds_only), begin)
         return answer_query(
             text, start, tokens, hashes, question, self.seeds, self.lookup, self.buffers, self.table, self.layout, times
         )
@@ -320,12 +307,13 @@ class _KeptTable(NamedTuple):
     table: StreamTable
     num_changes: int
     """`Namespace.num_changes`."""
+    groups: KeptGroups
     most_bytes: int
     """Bound on the text about all workers."""
 
     @classmethod
     def of(cls, namespace: Namespace) -> _KeptTable:
-        columns, size = namespace.columns, namespace.index.most_streams
+        columns, size, groups = namespace.columns, namespace.index.most_streams, groups_of(namespace)
         workers, ranks, following = (np.full(size, -1, np.int32) for _ in range(3))
         numbers: dict[str, int] = {}
         last: dict[str, int] = {}
@@ -350,6 +338,7 @@ class _KeptTable(NamedTuple):
             found_in=np.zeros(size, np.int64),
             written_in=np.zeros(len(numbers), np.int64),
             query=np.zeros(1, np.int64),
+            groups=groups.groups,
         )
         text_bytes = BYTES_PER_WORKER * len(numbers) + BYTES_PER_RANK * len(namespace.views)
-        return cls(pin(table), namespace.num_changes, 2 * len(names.data) + text_bytes + _FRAME_BYTES)
+        return cls(pin(table), namespace.num_changes, groups, 2 * len(names.data) + text_bytes + _FRAME_BYTES)

@@ -108,7 +108,7 @@ class SelectionRoutes:
         if not is_plain or request.sources or len(session.encode()) > MAX_REQUEST_ID_BYTES:
             return None
         namespace, now, selector = self._namespace(request), self._served.now(), self._selector
-        if namespace.groups or (is_reserving and not self.reservations.number_ranks(namespace, now)):
+        if is_reserving and not self.reservations.number_ranks(namespace, now):
             return None
         work = selector.work(request, namespace, now)
         if work is None or (is_reserving and not work[0].is_numbered):

@@ -95,6 +95,25 @@ def _num_alike(pages: PageLookup, entry: int, hashes: U64Input, start: int) -> i
     return count
 
 
+@helper
+def put_sets_of_pages(table: Table, holders: U32Vector, hashes: U64Input, out_sets: U32Vector) -> None:
+    """Look up the holder set of each page of a prompt.
+
+    hashes: uint64[n], sequence hashes. out_sets: uint32[n], written; 0, the empty set, for pages without holders. The
+    result is valid until the next change of the index.
+    """
+    entry = int64(-1)
+    for i in range(hashes.shape[0]):
+        entry = look_up(table, holders, entry, hashes[i])
+        out_sets[i] = holders[entry] if entry >= 0 else uint32(0)
+
+
+@kernel
+def sets_of_pages(pages: PageLookup, hashes: U64Input, out_sets: U32Vector) -> None:
+    """Call `put_sets_of_pages`."""
+    put_sets_of_pages(pages.table, pages.holders, hashes, out_sets)
+
+
 @kernel
 def find(pages: PageLookup, hashes: U64Input, out_streams: I32Vector, out_pages: U32Matrix) -> int:
     """Find the longest held prefix of a prompt for each stream that holds the first page on any tier.

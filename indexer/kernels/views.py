@@ -7,6 +7,8 @@ import numpy.typing as npt
 from numba import types
 
 from kv_events.kernels.bundles import F64Vector, I64Matrix, U8Vector
+from kv_events.kernels.declare import inline_helper
+from kv_events.kernels.numbers import U8, uint8
 
 F64Matrix: TypeAlias = Annotated[npt.NDArray[np.float64], types.float64[:, ::1]]
 
@@ -52,6 +54,22 @@ class ViewColumns(NamedTuple):
     """[streams, NUM_TIMES]"""
     numbers: I64Matrix
     """[streams, NUM_NUMBERS]"""
+
+
+@inline_helper
+def shown_state(
+    states: U8Vector, faults: U8Vector, last_batch_tick: F64Vector, stream: int, bounds: tuple[float, float, float]
+) -> U8:
+    """Return the state to show, as `Freshness.state` does. bounds: `Freshness.bounds`. The others: `ViewColumns`."""
+    expired_before, syncing_before, late_before = bounds
+    tick, fault, state = last_batch_tick[stream], faults[stream], states[stream]
+    if fault == FAULT_CLOSED or tick < expired_before:
+        return uint8(EXPIRED)
+    if state != LIVE:
+        return state
+    if tick < syncing_before:
+        return uint8(SYNCING)
+    return uint8(STALE) if fault != FAULT_NONE or tick < late_before else uint8(LIVE)
 
 
 def note_lateness(times: F64Vector, made_at: float, at: float, tick: float) -> None:

@@ -30,13 +30,19 @@ BLOCK_SIZE = 4
 
 
 class BothWays:
-    """A service that knows workers with one rank and with two, which hold parts of `PROMPT`."""
+    """A service that knows workers with one rank and with two, which hold parts of `PROMPT`. Those of the model
+    `hybrid` have groups.
+    """
 
     def __init__(self, fed: HandFed) -> None:
         hashes = sequence_hashes(PROMPT, BLOCK_SIZE).tolist()
         self._consumer = fed.consumer
-        for worker, rank, pages in (("a", 0, 10), ("b", 0, 3), ("b", 1, 7)):
-            batch = Stream(worker, dp_rank=rank, block_size=BLOCK_SIZE).batch(stored((0, hashes[:pages])))
+        full = [("a", 0, range(10)), ("b", 0, range(3)), ("b", 1, range(7))]
+        marked = [("hybrid#mamba", *place) for place in (("a", 0, (1, 4, 6)), ("b", 1, (3,)))]
+        marked += [("hybrid#swa:6", "a", 0, range(6)), ("hybrid#eagle", "b", 0, ())]
+        for model, worker, rank, pages in [(each, *place) for each in ("m", "hybrid") for place in full] + marked:
+            stream = Stream(worker, model=model, dp_rank=rank, block_size=BLOCK_SIZE)
+            batch = stream.batch(stored(*((hashes[page - 1] if page else 0, [hashes[page]]) for page in pages)))
             run_at_once(self._consumer.applier.apply(batch, 1.0))
         self._fast_path = LiveService(self._consumer, ApiSettings()).fast_path
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
@@ -192,8 +192,12 @@ async def a_fleet(
     selection: SelectionSettings | None = None,
     block_size: int = BLOCK,
     bounds: dict[str, int] | None = None,
+    groups: Iterable[str] = (),
 ) -> AsyncIterator[Fleet]:
-    """Run a service of ranks. held: worker and rank -> parts of `PROMPT`, as in `HandFed.hold`. bounds: of the book."""
+    """Run a service of ranks. held: worker and rank -> parts of `PROMPT`, as in `HandFed.hold`. bounds: of the book.
+
+    groups: names of groups in which the first half of each part is marked, too.
+    """
     fed = HandFed(IndexerSettings(max_pages=2**16, worker_ttl_s=3600))
     api = ApiSettings(port=0, register_allow="127.0.0.1")
     selection = selection or SelectionSettings(predict_s=600)
@@ -204,6 +208,9 @@ async def a_fleet(
     async with running_server(create_app(service), api) as url, connecting(url) as connect:
         for (worker, rank), tiers in held.items():
             await fed.hold(Stream(worker, dp_rank=rank, block_size=block_size), PROMPT, tiers)
+            for group in groups:
+                halves = {tier: range((len(pages) + 1) // 2) for tier, pages in tiers.items()}
+                await fed.hold(Stream(worker, model=f"m#{group}", dp_rank=rank, block_size=block_size), PROMPT, halves)
         direct, single = await connect(), await connect()
         for _ in range(3):
             await direct.ask(request(body_of(token_ids=PROMPT), "/select"))

@@ -19,12 +19,13 @@ from api.fast.kernels.text import (
     put_piece,
     put_text,
 )
-from indexer.kernels.views import EXPIRED, FAULT_CLOSED, FAULT_NONE, LIVE, STALE, SYNCING
+from indexer.kernels.reuse import Groups
+from indexer.kernels.views import EXPIRED, LIVE, shown_state
 from kv_events.kernels.bundles import BoolVector, F64Vector, I32Vector, I64Vector, U8Vector, U32Matrix
 from kv_events.kernels.declare import inline_helper
 from kv_events.kernels.numbers import U8, U32, int64, uint8, uint32
 
-_LIVE, _SYNCING, _STALE, _EXPIRED = map(uint8, (LIVE, SYNCING, STALE, EXPIRED))
+_LIVE, _EXPIRED = uint8(LIVE), uint8(EXPIRED)
 BYTES_PER_WORKER, BYTES_PER_RANK = 512, 192
 """Bounds on the text of a worker without its name, and on that of one of its ranks."""
 
@@ -67,6 +68,8 @@ class StreamTable(NamedTuple):
     """[workers] scratch: the last part of an answer that contains the worker."""
     query: I64Vector
     """[1] number of the last query."""
+    groups: Groups
+    """Those of the namespace."""
 
 
 class Layout(NamedTuple):
@@ -77,21 +80,6 @@ class Layout(NamedTuple):
     state_names: Texts
     has_scores: BoolVector
     """[1] whether an answer begins with `scores` and `frequencies`."""
-
-
-@inline_helper
-def _shown_state(
-    table: StreamTable, stream: int, expired_before: float, syncing_before: float, late_before: float
-) -> U8:
-    """Return the state to show, as `Freshness.state` does."""
-    tick, fault, state = table.last_batch_tick[stream], table.faults[stream], table.states[stream]
-    if fault == FAULT_CLOSED or tick < expired_before:
-        return _EXPIRED
-    if state != _LIVE:
-        return state
-    if tick < syncing_before:
-        return _SYNCING
-    return _STALE if fault != FAULT_NONE or tick < late_before else _LIVE
 
 
 class _Found(NamedTuple):
@@ -287,7 +275,6 @@ def put_answer(
     times: tuple[float, float, float, float],
     streams: I32Vector,
     pages: U32Matrix,
-    group_states: U8Vector,
     block_size: int,
     weights: F64Vector,
 ) -> int:
@@ -296,17 +283,16 @@ def put_answer(
     out: uint8[n], which has room for twice the names of all workers, `BYTES_PER_WORKER` and `BYTES_PER_RANK` for each
     one. start: index in `out` after the beginning of the answer. times: seconds since 1970, and `expired_before`,
     `syncing_before` and `late_before` of `Freshness`. streams: int32[n], pages: uint32[streams, 4]: from `find`.
-    Expired streams are left out. group_states: uint8[streams], see `indexer.scores`; or [0] if there are no groups.
-    weights: float64[4], or [0] without weights. Returns the length of the answer, or -1 if a weighted number needs
-    another form.
+    Expired streams are left out. weights: float64[4], or [0] without weights. Returns the length of the answer, or -1
+    if a weighted number needs another form.
     """
-    now, expired_before, syncing_before, late_before = times
+    now, bounds, group_states = times[0], (times[1], times[2], times[3]), table.groups.states
     table.query[0] += 1
     query, at, written = table.query[0], start, 0
     found = _Found(table, pages, query, block_size)
     for number in streams:
         stream = int64(number)
-        table.shown[stream] = _shown_state(table, stream, expired_before, syncing_before, late_before)
+        table.shown[stream] = shown_state(table.states, table.faults, table.last_batch_tick, stream, bounds)
         if len(group_states) > 0:
             table.shown[stream] = max(table.shown[stream], group_states[stream])
         if table.shown[stream] != _EXPIRED:

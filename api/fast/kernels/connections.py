@@ -19,7 +19,7 @@ from api.fast.kernels.head import (
     ORIGIN,
     read_head,
 )
-from api.fast.kernels.query import TEXT, UNKNOWN, QueryBuffers, Seeds, Times, answer_query
+from api.fast.kernels.query import TEXT, QueryBuffers, Seeds, Times, answer_query
 from api.fast.kernels.text import Texts, put_number, put_piece
 from indexer.kernels.find import PageLookup
 from kv_events.kernels.bundles import BoolVector, I32Vector, I64Matrix, U8Vector, U64Vector
@@ -383,7 +383,7 @@ def answer_requests(
     """
     count, head_size, answer_bytes = sizes
     block_size, is_bigram, has_weights, begin = numbers
-    question = (int64(TEXT), block_size, is_bigram, int64(UNKNOWN), has_weights, int64(0), begin)
+    question = (int64(TEXT), block_size, is_bigram, has_weights, int64(0), begin)
     others = (buffers.tokens[:0], buffers.hashes[:0], question, seeds, lookup, buffers, table, layout, times)
     at, answered = int64(0), 0
     for i in range(count):

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from api.fast.kernels.answer import Layout, StreamTable, put_answer
 from api.queries.kernels.numbers import read_tokens
 from indexer.kernels.find import PageLookup, find
+from indexer.kernels.reuse import UNKNOWN, shorten
 from kv_events.kernels.bundles import (
     BytesInput,
     F64Vector,
@@ -30,13 +31,10 @@ TEXT, TOKENS, LOCAL_HASHES, SEQUENCE_HASHES = range(4)
 MAX_TOKENS_OF_TEXT = 2**17
 """Longer texts must be read in another way."""
 
-UNKNOWN = -1
-"""Number of streams that are not found yet."""
-
 _NO_PARENT = uint64(0)
 
 
-Question: TypeAlias = tuple[int, int, int, int, int, int, int]
+Question: TypeAlias = tuple[int, int, int, int, int, int]
 """See `answer_query`, as for the next two."""
 Seeds: TypeAlias = tuple[U64, U64]
 Times: TypeAlias = tuple[float, float, float, float]
@@ -59,8 +57,6 @@ class QueryBuffers(NamedTuple):
     """[streams] found streams."""
     pages: U32Matrix
     """[streams, 4] pages of each found stream."""
-    group_states: U8Vector
-    """[streams] see `indexer.scores.Reuse`."""
     weights: F64Vector
     """[4]"""
     out: U8Vector
@@ -75,7 +71,6 @@ class QueryBuffers(NamedTuple):
             np.zeros(LONG_STATE_WORDS, np.uint64),
             np.empty(0, np.int32),
             np.empty((0, NUM_MEDIA), np.uint32),
-            np.empty(0, np.uint8),
             np.zeros(NUM_MEDIA),
             np.empty(0, np.uint8),
         )
@@ -90,7 +85,6 @@ class QueryBuffers(NamedTuple):
             buffers = buffers._replace(
                 streams=np.empty(num_streams, np.int32),
                 pages=np.empty((num_streams, NUM_MEDIA), np.uint32),
-                group_states=np.empty(num_streams, np.uint8),
             )
         if len(self.out) < num_bytes:
             buffers = buffers._replace(out=np.empty(2 * num_bytes, np.uint8))
@@ -123,37 +117,36 @@ def answer_query(
 
     text: for TEXT: the numbers from index `start` on, after the "[". tokens: uint32[n], for TOKENS. hashes:
     uint64[n], for LOCAL_HASHES and SEQUENCE_HASHES. question: how the prompt is given, block size, 1 for pages of token
-    pairs or 0, number of streams found before (in `buffers`) or UNKNOWN, 1 if `buffers.weights` counts or 0, 1 if
-    workers have group streams or 0, bytes at the beginning of `buffers.out` that the caller has written. seeds: of
-    local hashes, of sequence hashes. times: see `put_answer`.
+    pairs or 0, 1 if `buffers.weights` counts or 0, 1 to find only or 0, bytes at the beginning of `buffers.out` that
+    the caller has written. seeds: of local hashes, of sequence hashes. times: see `put_answer`.
 
     Returns (bytes of the answer, index of the "]" in the text, number of the prompt's tokens or token pairs, or of its
     hashes). The bytes are -1 if a weighted number needs another form. The index is -1 if the text must be read in
-    another way. With group streams, the first call only finds: it returns the number of streams in place of the bytes.
-    The caller then shortens what was found, in `buffers`, to what can be reused, and calls again.
+    another way. To find only: the number of streams that can reuse anything, in place of the bytes.
     """
-    kind, block_size, is_bigram, found, has_weights, has_groups, begin = question
-    end, num_positions = start, len(hashes)
-    if found < 0:
-        if kind == TEXT:
-            count, end = read_tokens(text, start, buffers.read)
-            if end < 0:
-                return int64(-1), end, int64(0)
-            tokens = buffers.tokens[:count]
-        if kind <= TOKENS:
-            num_positions = max(int64(0), len(tokens) - is_bigram)
-            rolled = buffers.rolled[: num_positions // block_size]
-            hash_windows(tokens, block_size + is_bigram, block_size, seeds[0], buffers.long_state, rolled)
-            roll(rolled, seeds[1], _NO_PARENT, False, rolled)
-            hashes = buffers.hashes[: len(rolled)]
-        elif kind == LOCAL_HASHES:
-            roll(hashes, seeds[1], _NO_PARENT, False, buffers.rolled)
-            hashes = buffers.hashes[: len(hashes)]
-        found = find(lookup, hashes, buffers.streams, buffers.pages)
-        if has_groups:
-            return int64(found), end, int64(num_positions)
-    group_states = buffers.group_states[: has_groups * len(buffers.group_states)]
+    kind, block_size, is_bigram, has_weights, finds_only, begin = question
+    end, num_positions, num_units = start, len(hashes), int64(UNKNOWN)
+    if kind == TEXT:
+        count, end = read_tokens(text, start, buffers.read)
+        if end < 0:
+            return int64(-1), end, int64(0)
+        tokens = buffers.tokens[:count]
+    if kind <= TOKENS:
+        num_positions = num_units = max(int64(0), len(tokens) - is_bigram)
+        rolled = buffers.rolled[: num_positions // block_size]
+        hash_windows(tokens, block_size + is_bigram, block_size, seeds[0], buffers.long_state, rolled)
+        roll(rolled, seeds[1], _NO_PARENT, False, rolled)
+        hashes = buffers.hashes[: len(rolled)]
+    elif kind == LOCAL_HASHES:
+        roll(hashes, seeds[1], _NO_PARENT, False, buffers.rolled)
+        hashes = buffers.hashes[: len(hashes)]
+    streams, pages = buffers.streams, buffers.pages
+    found = int64(find(lookup, hashes, streams, pages))
+    if table.groups.rules.shape[0] > 0:
+        prompt, bounds = (block_size, num_units), (times[1], times[2], times[3])
+        found = shorten(table.groups, hashes, prompt, bounds, streams, found, pages)
+    if finds_only:
+        return found, end, int64(num_positions)
     weights = buffers.weights[: has_weights * NUM_MEDIA]
-    streams, pages = buffers.streams[:found], buffers.pages
-    length = put_answer(buffers.out, begin, table, layout, times, streams, pages, group_states, block_size, weights)
+    length = put_answer(buffers.out, begin, table, layout, times, streams[:found], pages, block_size, weights)
     return int64(length), end, int64(num_positions)

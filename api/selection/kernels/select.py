@@ -15,7 +15,7 @@ from api.fast.kernels.connections import (
     SocketBuffers,
     send_answer,
 )
-from api.fast.kernels.query import TEXT, UNKNOWN, QueryBuffers, Seeds, Times, answer_query
+from api.fast.kernels.query import TEXT, QueryBuffers, Seeds, Times, answer_query
 from api.fast.kernels.text import COMMA, Texts, put_byte, put_float, put_hashes, put_key, put_number, put_piece
 from api.selection.kernels.record import Name, RecordTexts, put_name, put_record
 from indexer.kernels.find import PageLookup
@@ -204,7 +204,7 @@ def select_requests(
     is_booking = bookings.numbers.shape[0] > 0
     bookings.made[:] = 0
     block_size, is_bigram, _, _ = numbers
-    question = (int64(TEXT), block_size, is_bigram, int64(UNKNOWN), int64(0), int64(1), int64(0))
+    question = (int64(TEXT), block_size, is_bigram, int64(0), int64(1), int64(0))
     others = (buffers.tokens[:0], buffers.hashes[:0], question, seeds, lookup, buffers, streams, layout, times)
     at, answered = int64(0), 0
     for i in range(count):

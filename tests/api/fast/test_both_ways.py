@@ -23,7 +23,7 @@ both_ways = BothWays(HandFed(IndexerSettings(max_pages=1000)))
 
 tokens = st.lists(st.integers(0, 2**17) | st.integers(-1, 2**32), max_size=5) | st.just(PROMPT)
 hashes = st.lists(st.integers(-(2**63) - 1, 2**64), max_size=4)
-words = st.sampled_from(["m", "", "ü", '"token_ids":[1]', "\\", "a" * 40])
+words = st.sampled_from(["m", "hybrid", "", "ü", '"token_ids":[1]', "\\", "a" * 40])
 numbers = {"token_ids": tokens, "seq_hashes": hashes, "block_hashes": hashes, "block_hash": hashes}
 others = {
     **dict.fromkeys(["model_name", "model", "modelname", "lora_name", "cache_salt", "routing_group", "x"], words),

@@ -21,13 +21,18 @@ from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until
 
 
-@given(ranks, st.lists(asked, min_size=1, max_size=4), st.lists(lengths, max_size=4))
+@given(
+    ranks,
+    st.sets(st.sampled_from(["mamba", "swa:20", "eagle"]), max_size=2),
+    st.lists(asked, min_size=1, max_size=4),
+    st.lists(lengths, max_size=4),
+)
 @settings(max_examples=num_examples(25))
 def test_kernels_answer_as_the_routes_do(
-    held: dict[tuple[str, int], dict[int, range]], asked: list[dict[str, Any]], booked: list[int]
+    held: dict[tuple[str, int], dict[int, range]], groups: set[str], asked: list[dict[str, Any]], booked: list[int]
 ) -> None:
     async def ask() -> None:
-        async with a_fleet(held) as fleet:
+        async with a_fleet(held, groups=groups) as fleet:
             for length in booked:
                 assert await fleet.post("/select_and_reserve", token_ids=PROMPT[:length]) == OK
             for fields in asked:
