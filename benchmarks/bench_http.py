@@ -1,8 +1,9 @@
 """The API over HTTP: `python -m benchmarks.bench_http [--json FILE]`
 
 102,400 pages of 100 prompts, and 16 workers that hold each prompt to a different depth. Each request asks for 1,000
-pages of 16 tokens. The server (uvicorn, uvloop) runs in its own process; callers use keep-alive connections on
-loopback. "in the handler" calls the same route without server and HTTP.
+pages of 16 tokens. Workers of the hybrid model have sliding windows of 1,024 tokens and a state at each page, too. The
+server (uvicorn, uvloop) runs in its own process; callers use keep-alive connections on loopback. "in the handler" calls
+the same route without server and HTTP.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -67,6 +69,13 @@ def requests() -> list[Request]:
     json, msgpack = "application/json", "application/msgpack"
     return [
         Request("JSON tokens", "/query", json, [_body(msgspec.json, token_ids=t.tolist()) for t in asked], ""),
+        Request(
+            "JSON tokens, hybrid",
+            "/query",
+            json,
+            [_body(msgspec.json, model_name="hybrid", token_ids=t.tolist()) for t in asked],
+            "",
+        ),
         Request("packed tokens", "/query", msgpack, [_body(msgspec.msgpack, token_ids=t.tobytes()) for t in asked], ""),
         Request(
             "JSON hashes", "/query_by_hash", json, [_body(msgspec.json, seq_hashes=h.tolist()) for h in hashes], "< 1"
@@ -82,34 +91,33 @@ def requests() -> list[Request]:
 
 
 def _body(codec: Any, **prompt: Any) -> bytes:
-    body: bytes = codec.encode({"model_name": "m", **prompt})
+    body: bytes = codec.encode({"model_name": "m"} | prompt)
     return body
 
 
-def filled_consumer(num_workers: int = WORKERS) -> Consumer:
-    """Return views that never expire. Worker w holds the first (w + 1) / num_workers of each prompt."""
+def filled_consumer(num_workers: int = WORKERS, models: Iterable[str] = ("m",)) -> Consumer:
+    """Return views that never expire. Worker w holds the first (w + 1) / num_workers of each prompt of each model."""
     settings = IndexerSettings(max_pages=2**18, worker_ttl_s=_DAY_S, forget_after_s=_DAY_S)
     consumer = Consumer(MemorySource(MemoryLog()), Applier(Namespaces(settings), DeadLetters()), settings)
     starts = np.zeros(PAGES // 8, np.uint8)
     starts[0] = 1
-    names = [f"w{number}" for number in range(num_workers)]
-    views = [consumer.namespaces.add_view(StreamId("m", "default", name, 0), PAGE_TOKENS) for name in names]
-    for tokens in prompts():
-        hashes = sequence_hashes(tokens, PAGE_TOKENS)
-        event = StoredPages(0, hashes, hashes, starts, np.zeros(1, np.uint64))
-        for number, view in enumerate(views):
+    held = [sequence_hashes(tokens, PAGE_TOKENS) for tokens in prompts()]
+    events = [StoredPages(0, hashes, hashes, starts, np.zeros(1, np.uint64)) for hashes in held]
+    for model, number in product(models, range(num_workers)):
+        view = consumer.namespaces.add_view(StreamId(model, "default", f"w{number}", 0), PAGE_TOKENS)
+        view.state, view.last_batch_at = ViewState.LIVE, time.time()
+        for event in events:
             view.index.store(view.number, event, 0, PAGES * (number + 1) // num_workers)
-            view.state, view.last_batch_at = ViewState.LIVE, time.time()
     return consumer
 
 
 # --- the server's process ---
 
 
-def _serve(pipe: Connection, num_workers: int) -> None:
+def _serve(pipe: Connection, *held: Any) -> None:
     async def run() -> None:
         settings = ApiSettings(port=0)
-        async with running_server(create_app(LiveService(filled_consumer(num_workers), settings)), settings) as url:
+        async with running_server(create_app(LiveService(filled_consumer(*held), settings)), settings) as url:
             pipe.send(url)
             await asyncio.to_thread(pipe.recv)
 
@@ -118,10 +126,10 @@ def _serve(pipe: Connection, num_workers: int) -> None:
 
 
 @contextmanager
-def server_process(num_workers: int = WORKERS) -> Iterator[str]:
-    """Yield the URL of a server that runs for the duration of the block."""
+def server_process(*held: Any) -> Iterator[str]:
+    """Yield the URL of a server that runs for the duration of the block. held: parameters of `filled_consumer`."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, num_workers))
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, *held))
     process.start()
     try:
         yield ours.recv()
@@ -211,9 +219,10 @@ async def in_handler(consumer: Consumer, request: Request) -> Figure:
 
 def run() -> list[Figure]:
     """Return all figures."""
-    kinds, consumer = requests(), filled_consumer()
+    kinds, held = requests(), (WORKERS, ("m", "hybrid", "hybrid#swa:1024", "hybrid#mamba"))
+    consumer = filled_consumer(*held)
     figures = [asyncio.run(in_handler(consumer, request)) for request in kinds]
-    with server_process() as url:
+    with server_process(*held) as url:
         for request in kinds:
             figures += asyncio.run(over_http(url, request))
     return figures

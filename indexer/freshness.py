@@ -3,17 +3,11 @@
 import math
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
-from indexer.kernels.views import FAULT_CLOSED, FAULT_NONE, ViewColumns
-from indexer.views import LATE_S, STATES, View, ViewState
+from indexer.views import LATE_S, View, ViewState
 from kv_events.streams import HEARTBEAT_S
 
 NO_HEARTBEAT = "no heartbeat"
 """Reason of a view that is stale because of silence."""
-
-_LIVE, _SYNCING, _STALE, _EXPIRED = range(len(STATES))
 
 
 class Freshness:
@@ -78,15 +72,6 @@ class Freshness:
         if view.last_batch_tick < self.syncing_before():
             return ViewState.SYNCING
         return ViewState.STALE if view.degraded_reason or self.is_late(view) else ViewState.LIVE
-
-    def states(self, columns: ViewColumns, streams: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return int64[streams]: positions in `ViewState`, as `state` decides. streams: numbers of views."""
-        tick, fault, state = columns.last_batch_tick[streams], columns.faults[streams], columns.states[streams]
-        is_stale = (fault != FAULT_NONE) | (tick < self.late_before())
-        shown = np.where(state != _LIVE, state, np.where(is_stale, _STALE, _LIVE))
-        shown[(state == _LIVE) & (tick < self.syncing_before())] = _SYNCING
-        shown[(fault == FAULT_CLOSED) | (tick < self.expired_before())] = _EXPIRED
-        return shown.astype(np.int64)
 
     def expired_before(self) -> float:
         """Return the time such that views which were heard last before it are expired."""

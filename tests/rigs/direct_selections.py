@@ -144,6 +144,7 @@ class Fleet:
             else:
                 continue
             answers.append([part.replace(self.exchange.replica.encode(), b"replica") for part in answer])
+        seed_choices(1)
         answers.append((await line.ask(request(body_of(token_ids=PROMPT), f"/select{mark}")))[2])  # what is predicted
         return answers, await self.loads(), self.records
 
