@@ -163,10 +163,11 @@ class AnswerWriter:
         return answer, end
 
     def _find(
-        self, plan: Plan, prompt: _Prompt, namespace: Namespace, freshness: Freshness
+        self, question: ParsedQuery, prompt: _Prompt, namespace: Namespace, freshness: Freshness
     ) -> tuple[PromptFound | None, int]:
         """Return what each stream can reuse, and the index of the "]" of a text; None if it cannot be read."""
-        num_found, end, num_positions = plan.answer(prompt, (0.0, *freshness.bounds()), finds_only=True)
+        times = (0.0, *freshness.bounds())
+        num_found, end, num_positions = self.plan(question, namespace).answer(prompt, times, finds_only=True)
         if end < 0:
             return None, end
         buffers, kind = self._buffers, prompt[0]
@@ -182,8 +183,7 @@ class AnswerWriter:
         The arrays are valid until the next call.
         """
         prompt: _Prompt = (TEXT, text, start, _NO_TOKENS, _NO_HASHES)
-        plan = self.plan(question, namespace)
-        found, end = self._find(plan, prompt, namespace, freshness)
+        found, end = self._find(question, prompt, namespace, freshness)
         return None if found is None else (found, end)
 
     def find(
@@ -192,8 +192,7 @@ class AnswerWriter:
         """Find a prompt. numbers: its own. The arrays are valid until the next call."""
         kind = _GIVEN[question.field]
         prompt: _Prompt = (kind, b"", 0, *((numbers, _NO_HASHES) if kind == TOKENS else (_NO_TOKENS, numbers)))
-        plan = self.plan(question, namespace)
-        found, _ = self._find(plan, prompt, namespace, freshness)
+        found, _ = self._find(question, prompt, namespace, freshness)
         assert found is not None, "only texts may be unreadable"
         return found
 
