@@ -3,8 +3,9 @@
 Simulated engines hold the prompts, each service reads them itself, and wrk asks over 16 connections. Each request has
 its own last page, traceparent and x-request-id. Rows with `reserve` book each choice under a name that the caller
 gives, as the routers of Ray and Dynamo do. No reservation is released: Dynamo's book grows, and kvsight's reservations,
-of which there can be 131,072, expire after a second. kvsight runs twice, alone and with Kafka: a bridge reads its
-engines then, and each reservation becomes a record. The services run at the same time, and take turns.
+of which there can be 131,072, expire after a second. In rows with `life`, each request is followed by one that its
+prefill is complete, and by its release. kvsight runs twice, alone and with Kafka: a bridge reads its engines then, and
+each reservation becomes a record. The services run at the same time, and take turns.
 """
 
 import shutil
@@ -26,6 +27,7 @@ from benchmarks.services import broker
 
 WORKERS, ASKED_PAGES, HALF_LOAD_PAGES, ROUNDS = (8, 64), (8, 64, 512), 64, 5
 _PEER_THREADS = 2
+_LIFE = f"POST /reservations/{NAME_GAP}/prefill_complete DELETE /reservations/{NAME_GAP}"
 _KVSIGHT = KVSIGHT._replace(command=[*KVSIGHT.command, "--reservation-ttl-s", "1"])
 
 
@@ -94,13 +96,18 @@ def _figures(services: list[HTTPConnection], num_workers: int) -> Iterator[Figur
     for pages in ASKED_PAGES:
         asked = prompts()[0][: pages * BLOCK_SIZE]
         named = own_bodies(asked, selection_id=NAME_GAP)
-        for path, bodies in (("/select", own_bodies(asked)), ("/select_and_reserve", named)):
+        kinds = (
+            ("/select", own_bodies(asked), ""),
+            ("/select_and_reserve", named, ""),
+            ("/select_and_reserve", named, _LIFE),
+        )
+        for path, bodies, steps in kinds:
             runs = [(each, bodies, "application/json") for each in services]
-            ours, durable, theirs = ([each.rate for each in side] for side in rounds(runs, CONNECTIONS, path))
-            row = f"{num_workers} workers, {pages} pages, {path[1:]}"
+            ours, durable, theirs = ([each.rate for each in side] for side in rounds(runs, CONNECTIONS, path, steps))
+            row = f"{num_workers} workers, {pages} pages, {path[1:]}{', life' if steps else ''}"
             yield from compared_rates(row, ours, theirs, "≥ 2")
             yield from list(compared_rates(f"{row}, with Kafka", durable, theirs, "≥ 2"))[:2]
-            if pages == HALF_LOAD_PAGES:
+            if pages == HALF_LOAD_PAGES and not steps:
                 names, rates_of = ("kvsight", "kvsight with Kafka", "Dynamo"), (ours, durable, theirs)
                 for name, service, rates in zip(names, services, rates_of, strict=True):
                     took = [

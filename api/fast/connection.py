@@ -92,8 +92,8 @@ class FastConnection(LimitedHttpProtocol):
         if self.rest:
             self.loop.call_soon(self.resume_held)
         self._respond(body, self._fast_path.media_type(head))
-        self._until_direct -= bool(head.path)  # direct connections recognise only requests with a body
-        if self._until_direct <= 0 and head.path:
+        self._until_direct -= 1
+        if self._until_direct <= 0:
             self._until_direct = _ANSWERS_AFTER_RETURN
             if self.scheme == "http" and self._learn(head, data, start):
                 self.loop.call_soon(self._become_direct)  # the answer has been sent by then

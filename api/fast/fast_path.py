@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple
 
 from api.access.rate_limits import RateLimit, TenantRates
 from api.access.tokens import TokenRegistry
-from api.fast.heads import BodylessRoute, Head, HeadReader
+from api.fast.heads import BodylessLine, Head, HeadReader
 from api.fast.kernel_connections import DirectPlan, KernelConnections
 from api.fast.kernels.connections import MAX_REQUEST_BYTES
 from api.fast.kernels.query import Times
@@ -62,6 +62,16 @@ class TextRoute(NamedTuple, Generic[Question]):
     """Returns how kernels answer such requests now, or None if they must not. Raises ProblemError."""
 
 
+class BodylessRoute(NamedTuple):
+    """How requests without a body are answered."""
+
+    line: BodylessLine
+    answer: Callable[..., bytes]
+    """Gets the groups of the line. Raises ProblemError, and has changed nothing then."""
+    direct_plan: Callable[[bytes | None], DirectPlan]
+    """Gets the last group. Returns how kernels answer such requests, which differ by their names."""
+
+
 class FastPath:
     """Answers queries of one application."""
 
@@ -94,7 +104,7 @@ class FastPath:
             max_body_bytes,
             with_traces=with_traces,
             is_allowed_host=settings.is_allowed_host,
-            bodyless=bodyless,
+            bodyless=None if bodyless is None else bodyless.line,
         )
         self._consumer = consumer
         self._answers = answers
@@ -226,6 +236,8 @@ class FastPath:
     def request_template(self, head: Head, data: bytes, start: int) -> RequestTemplate | None:
         """Return the template of a request that was answered here. None: its connection cannot be direct."""
         is_plain = head.caller.content_type == "application/json" and head.caller.limit is None
+        if is_plain and not head.path:
+            return RequestTemplate.without_body(head, self.heads.generation)
         if not is_plain or head.path not in self._routes:
             return None
         template = self._routes[head.path].templates.read(data, start)
@@ -236,6 +248,8 @@ class FastPath:
         """Return how requests of a direct connection are answered now, or None if they must not be."""
         if template.generation != self.heads.generation or (self._must_be_ready and not self._consumer.ready):
             return None
+        if not template.path:
+            return None if self._bodyless is None else self._bodyless.direct_plan(template.question)
         if self._rate(template.question) is not None:
             return None
         try:

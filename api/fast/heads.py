@@ -47,17 +47,15 @@ class Head(NamedTuple):
     is_of_page: bool = False
     """Whether a page of a browser may have asked."""
     parameters: tuple[bytes | None, ...] = ()
-    """Groups of `BodylessRoute.line`."""
+    """Groups of `BodylessLine.pattern`."""
 
 
-class BodylessRoute(NamedTuple):
-    """A route of requests without a body, and with parameters in their path."""
+class BodylessLine(NamedTuple):
+    """The first line of requests without a body, and with a name in their path."""
 
-    line: re.Pattern[bytes]
-    """Matches their first lines."""
+    pattern: re.Pattern[bytes]
+    """Its groups: the name after DELETE, or the name after POST and what follows it."""
     scope: str
-    answer: Callable[..., bytes]
-    """Gets the groups of the line. Raises ProblemError, and has changed nothing then."""
 
 
 class HeadReader:
@@ -71,7 +69,7 @@ class HeadReader:
         *,
         with_traces: bool = False,
         is_allowed_host: Callable[[str], bool] = lambda _host: True,
-        bodyless: BodylessRoute | None = None,
+        bodyless: BodylessLine | None = None,
     ) -> None:
         """tokens: those whose scope for the path is required. max_body_bytes: largest accepted Content-Length.
 
@@ -108,14 +106,14 @@ class HeadReader:
         trace = _trace(values) if self._with_traces else ()
         return Head(path, caller, int(length), trace, _is_of_page(values)), end
 
-    def _read_bodyless(self, route: BodylessRoute, data: bytes, start: int) -> tuple[Head, int] | None:
-        line = route.line.fullmatch(data, 0, start)
+    def _read_bodyless(self, bodyless: BodylessLine, data: bytes, start: int) -> tuple[Head, int] | None:
+        line = bodyless.pattern.fullmatch(data, 0, start)
         end = PASS_ON if line is None else read_head(data, start, len(data), self._found)
         if line is None or end == PASS_ON:
             return None
         length, _, host, token, *_ = values = self._values(data)
         caller = self._caller((_NO_TYPE, host, token if self._tokens.are_required else b""))
-        if length not in (b"", b"0") or caller is None or route.scope not in caller.scopes:
+        if length not in (b"", b"0") or caller is None or bodyless.scope not in caller.scopes:
             return None
         return Head("", caller, 0, (), _is_of_page(values), line.groups()), end
 

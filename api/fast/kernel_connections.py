@@ -24,19 +24,16 @@ import numpy.typing as npt
 
 from api.fast.kernels.connections import (
     CUT,
-    NAME,
-    NAME_END,
-    NUM_BORDERS,
     NUM_FUNCTIONS,
     RETURNED,
     ROOM_BYTES,
     UNREAD,
-    UNRECOGNISED,
     SocketBuffers,
     read_requests,
 )
 from api.fast.kernels.head import NUM_FOUND
 from api.fast.kernels.query import Times
+from api.fast.kernels.recognise import NAME, NAME_END, NUM_BORDERS, UNRECOGNISED
 from api.fast.request_templates import RequestTemplate, TemplateTable
 from api.fast.writer import texts
 from kv_events.kernels.bundles import pin
@@ -206,7 +203,8 @@ class KernelConnections:
             served = served[outcomes != RETURNED]
         if len(served):
             self._answered_at[sockets.connections[served]] = asyncio.get_running_loop().time()
-            self._note(template.path, read_s + (time.perf_counter() - began) / len(served), len(served))
+            if template.path:
+                self._note(template.path, read_s + (time.perf_counter() - began) / len(served), len(served))
         return pending
 
     def _request(self, number: int) -> _Pending:

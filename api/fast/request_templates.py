@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from api.fast.heads import Head, request_line
-from api.fast.kernels.connections import (
+from api.fast.kernels.connections import MAX_REQUEST_BYTES
+from api.fast.kernels.recognise import (
     AFTER_REST,
     BEFORE_REST,
-    MAX_REQUEST_BYTES,
+    LINES_BEFORE_NAMES,
     MOST_ARRAYS,
     NUM_PIECES,
     UNRECOGNISED,
@@ -30,8 +31,9 @@ class RequestTemplate(NamedTuple):
     """What requests have in common that ask the same about different prompts."""
 
     path: str
+    """Empty: the requests have no body."""
     question: Any
-    """As the route of the path decodes it."""
+    """As the route of the path decodes it. Without a body: the last of `Head.parameters`."""
     pieces: tuple[bytes, ...]
     """Request line; values of Content-Type, Host and Authorization, the last one empty if any is accepted; the body
     around the numbers and the name, see `BodyTemplate.pieces`."""
@@ -50,10 +52,18 @@ class RequestTemplate(NamedTuple):
         has_odd_name = getattr(template.question, "selection_id", None) and not found.is_named
         return None if has_odd_name else found  # a kernel would not see the name, and would give another one
 
+    @classmethod
+    def without_body(cls, head: Head, generation: int) -> RequestTemplate:
+        """Return the template of requests without a body."""
+        (_, host, token), (*_, step) = head.caller.lines, head.parameters
+        rest = b"%b HTTP/1.1\r\n" % (b"" if step is None else b"/" + step)
+        begin = LINES_BEFORE_NAMES[step is not None]
+        return cls("", step, (begin, b"", host, token, rest, b"", b"", b""), generation)
+
     @property
     def is_named(self) -> bool:
         """Whether requests have names, which differ."""
-        return bool(self.pieces[BEFORE_REST] or self.pieces[AFTER_REST])
+        return bool(self.pieces[BEFORE_REST] or self.pieces[AFTER_REST]) or not self.path
 
 
 class TemplateTable:

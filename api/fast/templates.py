@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from api.fast.kernels.connections import MAX_TEMPLATE_BYTES, NAME_PATTERN
+from api.fast.kernels.recognise import MAX_TEMPLATE_BYTES, NAME_PATTERN
 from api.problems import ProblemError
 
 _MAX_KEPT = 4096

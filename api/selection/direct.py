@@ -12,8 +12,9 @@ import numpy as np
 from msgspec import UNSET
 
 from api.fast.kernel_connections import MOST_AT_ONCE
-from api.fast.kernels.connections import MAX_NAME_BYTES, SocketBuffers
+from api.fast.kernels.connections import SocketBuffers
 from api.fast.kernels.query import Times
+from api.fast.kernels.recognise import MAX_NAME_BYTES
 from api.fast.writer import Plan, texts
 from api.selection.answers import worker_name
 from api.selection.kernels.record import RecordTexts

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,7 +16,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.access.guard import scope_of
-from api.fast.heads import BodylessRoute
+from api.fast.fast_path import BodylessRoute
+from api.fast.heads import BodylessLine
+from api.fast.kernel_connections import MOST_AT_ONCE
+from api.fast.kernels.connections import SocketBuffers, send_same
+from api.fast.kernels.query import Times
+from api.fast.kernels.recognise import NAME_IN_LINE
 from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import decode_as, format_of
@@ -40,10 +48,12 @@ _PAGE_BYTES = 8
 _MAX_STEP_BYTES = 1024
 _STEP = re.compile(
     rb"(?:DELETE /reservations/%b|POST /reservations/%b/(prefill_complete|output_block)) HTTP/1\.1\r\n"
-    % (2 * (rb"([\w.~-]+)",))
+    % (NAME_IN_LINE, NAME_IN_LINE)
 )
 """First line of a request that says how a reservation goes on. Ids with other characters are left to FastAPI."""
 _DONE = msgspec.json.encode(Done())
+_DONE_TEXT = np.frombuffer(bytearray(_DONE), np.uint8)
+_STEP_ANSWER_BYTES = 2**10
 
 
 class Reservations:
@@ -220,12 +230,16 @@ class Reservations:
 
     def bodyless_route(self) -> BodylessRoute:
         """Return how steps without a body are answered in the fast path, as the routes of `router` do."""
-        return BodylessRoute(_STEP, scope_of("DELETE", "/reservations/x"), self._answer_step)
+        line = BodylessLine(_STEP, scope_of("DELETE", "/reservations/x"))
+        return BodylessRoute(line, self._answer_step, lambda step: StepPlan(partial(self._follow, step)))
 
     def _answer_step(self, released: bytes | None, going_on: bytes | None, step: bytes | None) -> bytes:
-        name = (released or going_on or b"").decode()
-        self._progress(name, RELEASED if step is None else step.decode(), self._served.now())
+        self._follow(step, (released or going_on or b"").decode())
         return _DONE
+
+    def _follow(self, step: bytes | None, name: str) -> None:
+        """Note a step of a reservation. None: it ends. Raises ProblemError, and has changed nothing then."""
+        self._progress(name, RELEASED if step is None else step.decode(), self._served.now())
 
     def router(self) -> APIRouter:
         """Return the routes whose paths have parameters."""
@@ -294,6 +308,29 @@ class Reservations:
         at_prefill = reservation_id + AT_PREFILL
         if step in (PREFILL_COMPLETE, RELEASED) and self.book.get(at_prefill) is not None:
             self._progress(at_prefill, RELEASED, now)
+
+
+class StepPlan(NamedTuple):
+    """How requests over direct connections are answered that say the same of different reservations."""
+
+    follow: Callable[[str], None]
+    """Notes the step of a reservation. Raises an error for what FastAPI must answer."""
+
+    @property
+    def answer_bytes(self) -> int:
+        """Room for all answers of a pass, with their heads: the steps are noted before they are answered."""
+        return MOST_AT_ONCE * _STEP_ANSWER_BYTES
+
+    def answer_requests(
+        self, sockets: SocketBuffers, count: int, head_size: int, _times: Times, names: Sequence[str]
+    ) -> int:
+        """Call `send_same`."""
+        is_done = np.zeros(count, np.bool_)
+        for i, name in enumerate(names):
+            with suppress(Exception):  # FastAPI's route reports it, if it fails as well
+                self.follow(name)
+                is_done[i] = True
+        return send_same(sockets, count, head_size, is_done, _DONE_TEXT)
 
 
 def _unknown(detail: str, value: str | int) -> ProblemError:

@@ -43,8 +43,16 @@ _GOALS = {
 _OWN_REQUESTS = 1024
 _HALF_LOAD_PAGES, _MOST_ADAPTERS = 64, 16
 _GOALS_OWN = {8: ("≥ 2", "≥ 2", "≥ 1.6"), 64: ("≥ 3", "≥ 3", "≥ 2")}
+_LAG = 256  # requests, so that the answer to one has come before the next step of what it named
 _SCRIPT = """\
-local requests, number = {{}}, 0
+local requests, steps, number, named, followed = {{}}, {{}}, 0, 0, {{}}
+local function parted(text)
+  local gap = string.find(text, "{gap}", 1, true)
+  return gap and {{string.sub(text, 1, gap - 1), string.sub(text, gap + #"{gap}")}} or {{text}}
+end
+local function of_name(parts, name)
+  return parts[2] and parts[1] .. string.format("{run}%08x", name) .. parts[2] or parts[1]
+end
 init = function()
   local bodies = io.open("{bodies}", "rb")
   for _, size in ipairs({{{sizes}}}) do
@@ -53,15 +61,21 @@ init = function()
       headers["x-request-id"] = string.format("%08x-0000-4000-8000-%012x", #requests, #requests * 7919)
       headers["traceparent"] = string.format("00-%032x-%016x-01", #requests + 1, #requests * 104729 + 1)
     end
-    local text = wrk.format("POST", nil, headers, bodies:read(size))
-    local gap = string.find(text, "{gap}", 1, true)
-    requests[#requests + 1] = gap and {{string.sub(text, 1, gap - 1), string.sub(text, gap + #"{gap}")}} or {{text}}
+    requests[#requests + 1] = parted(wrk.format("POST", nil, headers, bodies:read(size)))
+  end
+  for method, path in string.gmatch("{steps}", "(%S+) (%S+)") do
+    steps[#steps + 1], followed[#followed + 1] = parted(wrk.format(method, path)), 1 -- wrk tries the first request
   end
 end
 request = function()
   number = number + 1
-  local parts = requests[(number - 1) % #requests + 1]
-  return parts[2] and parts[1] .. string.format("{run}%08x", number) .. parts[2] or parts[1]
+  local step = number % (#steps + 1)
+  if step > 0 and followed[step] + {lag} < (followed[step - 1] or named) then
+    followed[step] = followed[step] + 1
+    return of_name(steps[step], followed[step])
+  end
+  named = named + 1
+  return of_name(requests[(named - 1) % #requests + 1], named)
 end
 done = function(summary, latency)
   local errors = summary.errors
@@ -82,17 +96,29 @@ class Measured(NamedTuple):
 
 
 def measured(
-    service: HTTPConnection, bodies: Sequence[bytes], content_type: str, connections: int, path: str = "/query"
+    service: HTTPConnection,
+    bodies: Sequence[bytes],
+    content_type: str,
+    connections: int,
+    path: str = "/query",
+    steps: str = "",
 ) -> Measured:
     """Run wrk with one thread for `SECONDS`. Raises RuntimeError if an answer is not 200.
 
-    bodies: with several, each request also has headers of its own.
+    bodies: with several, each request also has headers of its own. steps: methods and paths of the requests that follow
+    on each one, with `NAME_GAP` in place of its name.
     """
     with tempfile.TemporaryDirectory() as folder:
         content, script = Path(folder, "bodies"), Path(folder, "query.lua")
         content.write_bytes(b"".join(bodies))
         given = {"bodies": content, "sizes": ",".join(str(len(body)) for body in bodies), "content_type": content_type}
-        given |= {"gap": NAME_GAP, "run": secrets.token_hex(4), "has_own_headers": str(len(bodies) > 1).lower()}
+        given |= {
+            "steps": steps,
+            "lag": _LAG,
+            "gap": NAME_GAP,
+            "run": secrets.token_hex(4),
+            "has_own_headers": str(len(bodies) > 1).lower(),
+        }
         script.write_text(_SCRIPT.format(**given))
         command = ["wrk", "-t1", f"-c{connections}", f"-d{SECONDS}s", "-s", str(script)]
         url = f"http://{service.host}:{service.port}{path}"
@@ -213,11 +239,11 @@ def compared_rates(row: str, ours: list[float], theirs: list[float], goal: str) 
 
 
 def rounds(
-    runs: Sequence[tuple[HTTPConnection, list[bytes], str]], connections: int, path: str = "/query"
+    runs: Sequence[tuple[HTTPConnection, list[bytes], str]], connections: int, path: str = "/query", steps: str = ""
 ) -> list[list[Measured]]:
     """Return the results of each service, of rounds in which they take turns."""
     results: list[list[Measured]] = [[] for _ in runs]
     for _ in range(ROUNDS):
         for result, (service, bodies, content_type) in zip(results, runs, strict=True):
-            result.append(measured(service, bodies, content_type, connections, path))
+            result.append(measured(service, bodies, content_type, connections, path, steps))
     return results

@@ -194,13 +194,14 @@ async def a_fleet(
     block_size: int = BLOCK,
     bounds: dict[str, int] | None = None,
     groups: Iterable[str] = (),
+    **api_settings: Any,
 ) -> AsyncIterator[Fleet]:
     """Run a service of ranks. held: worker and rank -> parts of `PROMPT`, as in `HandFed.hold`. bounds: of the book.
 
     groups: names of groups in which the first half of each part is marked, too.
     """
     fed = HandFed(IndexerSettings(max_pages=2**16, worker_ttl_s=3600))
-    api = ApiSettings(port=0, register_allow="127.0.0.1")
+    api = ApiSettings(port=0, register_allow="127.0.0.1", **api_settings)
     selection = selection or SelectionSettings(predict_s=600)
     queue = NotedQueue()
     exchange = ReservationExchange(Book(selection.reservation_ttl_s, selection.predict_s, **bounds or {}), queue)

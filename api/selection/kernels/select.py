@@ -5,17 +5,9 @@ from typing import NamedTuple
 import numpy as np
 
 from api.fast.kernels.answer import CPU, EXTERNAL, GPU, Layout, StreamTable
-from api.fast.kernels.connections import (
-    ANSWERED,
-    NAME,
-    NAME_END,
-    NUMBERS,
-    NUMBERS_END,
-    RETURNED,
-    SocketBuffers,
-    send_answer,
-)
+from api.fast.kernels.connections import ANSWERED, RETURNED, SocketBuffers, send_answer
 from api.fast.kernels.query import TEXT, QueryBuffers, Seeds, Times, answer_query
+from api.fast.kernels.recognise import END, NAME, NAME_END, NUMBERS, NUMBERS_END
 from api.fast.kernels.text import COMMA, Texts, put_byte, put_float, put_hashes, put_key, put_number, put_piece
 from api.selection.kernels.record import Name, RecordTexts, put_name, put_record
 from indexer.kernels.find import PageLookup
@@ -213,7 +205,7 @@ def select_requests(
         if at + sockets.head.shape[0] + answer_bytes > sockets.rests.shape[0]:
             continue
         borders = sockets.borders[number]
-        num_found, end, num_positions = answer_query(sockets.data[: borders[1]], borders[NUMBERS], *others)
+        num_found, end, num_positions = answer_query(sockets.data[: borders[END]], borders[NUMBERS], *others)
         if end != borders[NUMBERS_END]:
             continue
         hashes, tokens = buffers.hashes[: num_positions // block_size], num_positions + is_bigram

@@ -221,12 +221,43 @@ async def test_a_connection_becomes_direct_whatever_steps_follow_each_reservatio
 ) -> None:
     async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
         line = await fleet.connect()
+        del taken[:]
         for _ in range(40):
             name = (await fleet.reserved(line))["selection_id"]
             for step in (*steps, RELEASED):
-                assert (await line.ask(step_of(name, step)))[0] == OK
+                status, _, answer = await line.ask(step_of(name, step))
+                assert (status, answer) == (OK, b'{"status":"ok"}')
         assert await fleet.num_booked() == 0
-        assert len([head for head in taken if head.path == "/select_and_reserve"]) < 10
+        assert len(taken) < 10
+
+
+async def test_each_step_of_a_direct_connection_needs_its_own_token() -> None:
+    def with_token(data: bytes) -> bytes:
+        return data.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer s3cret\r\n\r\n", 1)
+
+    async with a_fleet({("1", 0): {0: range(4)}}, api_token="s3cret") as fleet:
+        reserved = [json.loads((await fleet.direct.ask(with_token(RESERVE)))[2]) for _ in range(8)]
+        released = [step_of(each["selection_id"], RELEASED) for each in reserved]
+        assert {(await fleet.direct.ask(with_token(each)))[0] for each in released[:4]} == {OK}
+        for data in (released[4], released[5].replace(b"\r\n", b"\r\nAuthorization: Bearer other\r\n", 1)):
+            assert (await fleet.direct.ask(data))[0] == b"HTTP/1.1 401 Unauthorized"
+        assert {(await fleet.direct.ask(with_token(each)))[0] for each in released[4:]} == {OK}
+
+
+async def test_a_step_with_a_body_is_never_taken_for_one_without() -> None:
+    async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
+        name = (await fleet.reserved())["selection_id"]
+        for _ in range(4):
+            assert (await fleet.direct.ask(step_of(name, OUTPUT_BLOCK)))[0] == OK
+        before = await fleet.loads()
+        decayed = request(b'{"decay_fraction": 0.0}', f"/reservations/{name}/output_block")
+        assert (await fleet.direct.ask(decayed))[0] == OK
+        (model,) = json.loads(await fleet.loads())
+        assert (
+            model["loads"][0]["potential_decode_blocks"]
+            == 0
+            < json.loads(before)[0]["loads"][0]["potential_decode_blocks"]
+        )
 
 
 async def test_records_name_the_worker_of_the_answer_when_others_have_left() -> None:
