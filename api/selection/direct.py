@@ -134,8 +134,8 @@ def direct_table(
         first, *pieces = _GAPS.split(end)
         beginnings.append(begin + found + first)
     explained = [_candidate_pieces(rank) for rank in roster.ranks] if is_explained else []
-    for _, *others in explained[:1]:
-        pieces = [*pieces[:-1], pieces[-1].removesuffix(_LAST), *others, _LAST]
+    if explained:
+        pieces = [*pieces[:-1], pieces[-1].removesuffix(_LAST), *explained[0][1:], _LAST]
     most_bytes = len(b"".join(openings + pieces)) + max(map(len, beginnings), default=0)
     most_bytes += _BYTES_PER_RANK * (4 + len(beginnings)) + _HASH_BYTES * len(bookings.hashes) + MAX_NAME_BYTES
     most_bytes += MOST_EXPLAINED * max((len(b"".join(each)) + 2 * _BYTES_PER_RANK for each in explained), default=0)

@@ -185,7 +185,10 @@ def _shorten_by(groups: Groups, group: int, hashes: U64Input, demands: _Demands,
     space, lengths, member = _read_space(groups.spaces[group]), groups.lengths, groups.members[group]
     kind, size, block = groups.rules[group, KIND], groups.rules[group, SIZE], groups.rules[group, BLOCK]
     sets, known, has_changed = groups.sets[group], groups.num_looked_up[group], False
-    needed = min(hashes.shape[0], lengths[NUM_MEDIA - 1] + block)
+    longest = int64(0)  # of any tier: windows of large blocks may leave a slower one with a shorter prefix
+    for tier in range(NUM_MEDIA):
+        longest = max(longest, lengths[tier])
+    needed = min(hashes.shape[0], longest + block)
     if needed > known:
         put_sets_of_pages(space.table, space.holders, hashes[known:needed], sets[known:needed])
         groups.num_looked_up[group] = needed

@@ -111,6 +111,21 @@ def test_groups_that_disagree_at_every_page_cost_little_and_give_no_score(views:
     assert views.reusable(np.arange(1, 900, dtype=np.uint64)) == {}
 
 
+def test_a_window_of_large_blocks_may_leave_a_slower_tier_with_less_whatever_was_asked_before(
+    views: GroupViews,
+) -> None:
+    full, window, states = Stream(), Stream(model="m#swa:8/8"), mamba()
+    views.hold(full, *range(1, 8), tier=0)
+    views.hold(full, *range(1, 9), tier=1)
+    views.hold(window, 1, 2, 3, 5, 7)
+    views.hold(states, 2, 7)
+    expected = views.scores()["w0"].tiers
+    assert expected == (28, 8, 8, 8)
+    views.reusable(PROMPT[::-1].copy())
+    views.reusable(PROMPT + 5)
+    assert views.scores()["w0"].tiers == expected
+
+
 def test_groups_of_another_tenant_block_size_or_model_do_not_count(views: GroupViews) -> None:
     views.hold(Stream(), 1, 2)
     views.hold(Stream(model="m#mamba", tenant="other"), 1)

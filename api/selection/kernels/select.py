@@ -121,7 +121,7 @@ def _put_opening(table: SelectionTable, name: Name, hashes: U64Input, tokens: in
 def _put_selection(table: SelectionTable, ranks: StreamTable, count: int, chosen: int, at: int) -> int:
     """Write an answer from its rank on. count: of candidates. chosen: one of them.
 
-    Returns its end in `table.out`, -1 as `put_float`.
+    Returns its end in `table.out`, -1 for a cost that is so large that it needs another form.
     """
     out, roster = table.out, table.roster
     held, worker = roster.held, ranks.workers[roster.streams[roster.rows[chosen]]]
@@ -149,7 +149,7 @@ def _put_selection(table: SelectionTable, ranks: StreamTable, count: int, chosen
 
 @helper
 def _put_explained(table: SelectionTable, count: int, at: int) -> int:
-    """Write the candidates with the lowest costs, and the end. Returns the end in `table.out`, -1 as `put_float`."""
+    """Write the candidates with the lowest costs, and the end. Returns it in `table.out`, see `_put_selection`."""
     out, roster, costs, pieces, last = table.out, table.roster, table.costs, table.pieces, int64(-1)
     for number in range(min(count, MOST_EXPLAINED)):
         row = int64(-1)
@@ -157,7 +157,9 @@ def _put_explained(table: SelectionTable, count: int, at: int) -> int:
             is_after = last < 0 or costs[i] > costs[last] or (costs[i] == costs[last] and i > last)
             if is_after and (row < 0 or costs[i] < costs[row]):
                 row = i
-        at, last = put_byte(out, at, COMMA) if number > 0 else at, row
+        last = row
+        if number > 0:
+            at = put_byte(out, at, COMMA)
         at = put_piece(out, at, table.explained, roster.rows[row])
         at = put_float(out, at, np.rint(costs[row] * COST_SCALE) / COST_SCALE)
         if at < 0:
