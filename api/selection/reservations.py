@@ -314,7 +314,7 @@ class StepPlan(NamedTuple):
     """How requests over direct connections are answered that say the same of different reservations."""
 
     follow: Callable[[str], None]
-    """Notes the step of a reservation. Raises an error for what FastAPI must answer."""
+    """Notes the step of a reservation. Raises ProblemError, and has changed nothing then."""
 
     @property
     def answer_bytes(self) -> int:
@@ -327,7 +327,7 @@ class StepPlan(NamedTuple):
         """Call `send_same`."""
         is_done = np.zeros(count, np.bool_)
         for i, name in enumerate(names):
-            with suppress(Exception):  # FastAPI's route reports it, if it fails as well
+            with suppress(ProblemError):  # FastAPI's route reports it
                 self.follow(name)
                 is_done[i] = True
         return send_same(sockets, count, head_size, is_done, _DONE_TEXT)

@@ -98,7 +98,7 @@ _read_space = reader(GroupSpace)
 
 
 @helper
-def _join(groups: Groups, stream: int, bounds: tuple[float, float, float], block_size: int) -> _Demands:
+def _join(groups: Groups, stream: int, bounds: tuple[float, float, float]) -> _Demands:
     """Write the numbers of a stream in its groups, and its state. Returns what they demand.
 
     A group stream that was closed, or that has expired since the worker began a newer epoch, does not count: the engine
@@ -243,7 +243,7 @@ def shorten(
     for i in range(found):
         groups.is_found[streams[i]] = True
     for stream in range(groups.is_found.shape[0]):
-        demands = _join(groups, int64(stream), bounds, block_size)
+        demands = _join(groups, int64(stream), bounds)
         if not (groups.is_found[stream] or demands.is_unlimited):
             continue
         for tier in range(NUM_MEDIA):
