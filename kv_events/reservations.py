@@ -1,17 +1,20 @@
 """Reservations: requests that a service has placed, until they end.
 
 They are records of the topic `kv-reservations`, or of the channel RESERVATIONS of an event log. All records of a
-reservation have its id as their key, so they keep their order. The version rule is that of `kv_events.codec`.
+reservation are in one partition, that of its id, so they keep their order. A record of the topic may contain several
+of them. The version rule is that of `kv_events.codec`.
 """
 
 import math
-from typing import TypeAlias
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from kv_events import decisions
 from kv_events.decisions import Decision, DecisionRecord
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, RecordRejectedError
 from kv_events.limits import MAX_NAME_BYTES, MAX_OUTPUT_BLOCKS, MAX_REQUEST_ID_BYTES, MAX_TOKENS_PER_REQUEST
 from kv_events.records import Channel
 from kv_events.schema import SCHEMA_VERSION
@@ -52,6 +55,17 @@ class Progressed(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
     """For an OUTPUT_BLOCK: how many there are, with this one. 0 for the other steps."""
 
 
+MAX_JOINED = 1024
+"""Largest number of records in one of the log."""
+
+
+class Several(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Several records in one of the log, so that each of them costs a busy writer and its readers less."""
+
+    schema_version: int
+    records: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_JOINED)]
+
+
 ReservationRecord: TypeAlias = Reserved | Progressed
 """One record."""
 
@@ -66,6 +80,8 @@ FOLDERS_BESIDE = (decisions.DECISIONS_FOLDER, RESERVATIONS_FOLDER)
 _NAME = "\0"
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ReservationRecord)
+_several_decoder = msgspec.msgpack.Decoder(Several)
+_IS_SEVERAL = _encoder.encode(Several(VERSION, [])).partition(_encoder.encode(VERSION))[0]
 
 
 def reservation_id(record: ReservationRecord) -> str:
@@ -91,6 +107,19 @@ def reserved_opening(replica: str) -> bytes:
     """Return what the records of a replica's choices begin with, up to their names."""
     decision = Decision(VERSION, _NAME, 0.0, "", "", 0, 0, b"", "", None, None, ())
     return encode_reservation(Reserved(VERSION, replica, decision, 0)).partition(_encoder.encode(_NAME))[0]
+
+
+def join(payloads: Sequence[bytes]) -> bytes:
+    """Return the payload of one record of the log with up to `MAX_JOINED` encoded ones."""
+    return _encoder.encode(Several(VERSION, list(map(msgspec.Raw, payloads))))
+
+
+def singles(payload: bytes) -> Sequence[bytes]:
+    """Return the encoded records in a record of the log: itself, if it is one. Broken ones are rejected later."""
+    if payload.startswith(_IS_SEVERAL):
+        with suppress(RecordRejectedError):
+            return list(map(bytes, decisions.decode_checked(payload, _several_decoder, lambda _: None).records))
+    return [payload]
 
 
 def decode_reservation(payload: bytes) -> ReservationRecord:

@@ -31,6 +31,7 @@ from kv_events.reservations import (
     encode_reservation,
     record_prefixes,
     reservation_id,
+    singles,
     time_of,
 )
 from kv_events.runtime.supervised import cancel, keep_running
@@ -171,15 +172,20 @@ class ReservationExchange:
     async def _read(self, reader: SourceReader, apply: Callable[[ReservationRecord, float], bool]) -> None:
         """Fetch some records of the topic, and apply them."""
         for each in await reader.fetch():
-            try:
-                if not each.payload.startswith(self._own, 1):  # to decode those as well would take most of the time
-                    self.applied += apply(decode_reservation(each.payload), self._clock())
-            except RecordRejectedError as error:
-                self.rejected[error.reason] += 1
-            except BookFullError:
-                self.rejected["book_full"] += 1
+            for payload in singles(each.payload):
+                if not payload.startswith(self._own, 1):  # to decode those as well would take most of the time
+                    self._take(payload, apply)
+                    await self._slices.yield_if_due()
             self._positions[each.partition] = each.offset + 1
             await self._slices.yield_if_due()
+
+    def _take(self, payload: bytes, apply: Callable[[ReservationRecord, float], bool]) -> None:
+        try:
+            self.applied += apply(decode_reservation(payload), self._clock())
+        except RecordRejectedError as error:
+            self.rejected[error.reason] += 1
+        except BookFullError:
+            self.rejected["book_full"] += 1
 
     def _apply(self, record: ReservationRecord, now: float) -> bool:
         is_applied = self.book.apply(record, now)

@@ -9,7 +9,7 @@ from indexer.replay import PastRecords, Replay, Timeline
 from kv_events.errors import RecordRejectedError
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
-from kv_events.reservations import decode_reservation
+from kv_events.reservations import decode_reservation, singles
 from selection.book import LONGEST_S, Book, BookFullError
 from selection.settings import SelectionSettings
 
@@ -34,8 +34,9 @@ class PastBook:
             if record.timestamp_ms > latest * 1000:
                 self._ahead.append(record)
                 continue
-            with suppress(RecordRejectedError, BookFullError):
-                self._book.restore(decode_reservation(record.payload), record.timestamp_ms / 1000)
+            for payload in singles(record.payload):
+                with suppress(RecordRejectedError, BookFullError):
+                    self._book.restore(decode_reservation(payload), record.timestamp_ms / 1000)
         self._book.settle(now)
         return self._book
 

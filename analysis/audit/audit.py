@@ -30,6 +30,7 @@ from kv_events.reservations import (
     ReservationRecord,
     Reserved,
     decode_reservation,
+    singles,
     time_of,
 )
 from selection.settings import SelectionSettings
@@ -139,17 +140,19 @@ class SortedDecisions:
     def _add_all(self, chunk: RecordChunk, given: int | None = None) -> None:
         """given: index of all records. None: their own."""
         for row in np.flatnonzero(np.isin(chunk.channels, CHOICES)).tolist():
-            self._add(chunk.first_index + row if given is None else given, chunk.record(row))
+            record = chunk.record(row)
+            for payload in singles(record.payload):
+                self._add(chunk.first_index + row if given is None else given, record.channel, payload)
 
-    def _add(self, index: int, record: LogRecord) -> None:
+    def _add(self, index: int, channel: int, payload: bytes) -> None:
         try:
-            found = _decoded(record.channel, record.payload)
+            found = _decoded(channel, payload)
         except RecordRejectedError:
             self.unreadable += 1
             return
         time_s = time_of(found) if isinstance(found, Reserved | Progressed) else found.timestamp
-        self._places.extend((milliseconds(time_s), index, self._num_bytes, record.channel))
-        self._num_bytes += self._file.write(record.payload)
+        self._places.extend((milliseconds(time_s), index, self._num_bytes, channel))
+        self._num_bytes += self._file.write(payload)
 
     def _in_order(self) -> Iterator[tuple[int, int, DecisionRecord | ReservationRecord]]:
         """Yield (milliseconds, index, record). Those of the same time and index keep the order of reading."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kv_events.decisions import Decision
 from kv_events.errors import RecordRejectedError
 from kv_events.log.reader import RecordChunk, scan_log
-from kv_events.reservations import CHOICES, FOLDERS_BESIDE, decode_choice
+from kv_events.reservations import CHOICES, FOLDERS_BESIDE, decode_choice, singles
 
 _MOST_BYTES = 2**25
 
@@ -34,9 +34,10 @@ class RecentDecisions:
         return len(self._payloads)
 
     def take(self, channel: int, payload: bytes) -> None:
-        """Remember one record. channel: one of CHOICES."""
-        self._payloads.append((channel, payload))
-        self._num_bytes += len(payload)
+        """Remember a record. channel: one of CHOICES."""
+        for each in singles(payload):
+            self._payloads.append((channel, each))
+            self._num_bytes += len(each)
         while self._num_bytes > _MOST_BYTES:
             self._num_bytes -= len(self._payloads.popleft()[1])
 

@@ -17,7 +17,7 @@ from kv_events.errors import RecordRejectedError
 from kv_events.http.fleet import DecisionFunnel
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
-from kv_events.reservations import CHOICES, decode_choice
+from kv_events.reservations import CHOICES, decode_choice, singles
 from kv_events.streams import StreamId
 
 _MOST_RECORDS: Final = 10_000
@@ -104,10 +104,11 @@ class DecisionHistory:
         for _ in range(len(self._ahead)):
             self._take(self._ahead.popleft(), now)
         for record, is_beside in records:
-            with suppress(RecordRejectedError):
-                choice = decode_choice(record.channel, record.payload)
-                if choice is not None:
-                    self._take(choice, now if is_beside else math.inf)
+            for payload in singles(record.payload):
+                with suppress(RecordRejectedError):
+                    choice = decode_choice(record.channel, payload)
+                    if choice is not None:
+                        self._take(choice, now if is_beside else math.inf)
         return self._window.report(now)
 
     def _begin(self) -> None:

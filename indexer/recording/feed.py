@@ -8,11 +8,11 @@ from urllib.parse import unquote
 
 from indexer.sources.base import Source
 from kv_events.codec import batch_or_none
-from kv_events.decisions import Decision
+from kv_events.decisions import Outcome, decode_decision
 from kv_events.errors import RecordRejectedError
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
-from kv_events.reservations import CHOICES, decode_choice
+from kv_events.reservations import CHOICES, Progressed, Reserved, decode_reservation, join, singles
 from kv_events.streams import split_group
 
 _MAX_REQUESTS = 65_536
@@ -33,7 +33,8 @@ class Feed:
     """Earlier records are left out. Seconds since 1970."""
     until: LogMoment = field(default_factory=LogMoment)
     """The end of the range."""
-    accepts: Callable[[LogRecord], bool] = lambda _record: True
+    select: Callable[[LogRecord], LogRecord | None] = lambda record: record
+    """Returns what is recorded of a record. None: nothing."""
     is_recorded: bool = True
     """Whether the records themselves are recorded."""
     has_dead_letters: bool = False
@@ -43,9 +44,11 @@ class Feed:
         """Yield what is to be recorded, with its channel."""
         for record in records:
             is_late = self.since_s is None or record.timestamp_ms >= self.since_s * 1000
-            if is_late and self.until.takes(record) and self.accepts(marked := record._replace(channel=self.channel)):
+            if not is_late or not self.until.takes(record):
+                continue
+            if (selected := self.select(record._replace(channel=self.channel))) is not None:
                 if self.is_recorded:
-                    yield marked
+                    yield selected
                 if self.has_dead_letters and batch_or_none(record.payload) is None:
                     yield record._replace(channel=Channel.DEAD_LETTERS)
 
@@ -69,11 +72,17 @@ class Selection:
         self._model = model
         self._requests: OrderedDict[str, None] = OrderedDict()  # ids of selected decisions, newest last
 
-    def takes(self, record: LogRecord) -> bool:
-        """Return whether a record belongs to the selection. What followed selected decisions does."""
+    def select(self, record: LogRecord) -> LogRecord | None:
+        """Return what of a record belongs to the selection. What followed selected decisions does."""
         if self._worker is None and self._model is None:
-            return True
-        return self._takes_choice(record) if record.channel in CHOICES else self._takes_stream(record.key)
+            return record
+        if record.channel not in CHOICES:
+            return record if self._takes_stream(record.key) else None
+        payloads = singles(record.payload)
+        taken = [each for each in payloads if self._takes_choice(record.channel, each)]
+        if len(taken) == len(payloads):
+            return record
+        return record._replace(payload=join(taken)) if taken else None
 
     def _takes_stream(self, key: bytes) -> bool:
         """key: that of a worker stream, `tenant/model/worker/rank`, each part percent-encoded."""
@@ -83,13 +92,16 @@ class Selection:
         _, model, worker, _ = parts
         return self._model in (None, split_group(model)[0]) and self._worker in (None, worker)
 
-    def _takes_choice(self, record: LogRecord) -> bool:
+    def _takes_choice(self, channel: int, payload: bytes) -> bool:
         try:
-            found = decode_choice(record.channel, record.payload)
+            found = decode_reservation(payload) if channel == Channel.RESERVATIONS else decode_decision(payload)
         except RecordRejectedError:
             return False
-        if not isinstance(found, Decision):
-            return (record.key.decode() if found is None else found.request_id) in self._requests
+        if isinstance(found, Progressed):
+            return found.reservation_id in self._requests
+        if isinstance(found, Outcome):
+            return found.request_id in self._requests
+        found = found.decision if isinstance(found, Reserved) else found
         if self._model not in (None, found.model) or self._worker not in (None, found.worker):
             return False
         self._requests[found.request_id] = None

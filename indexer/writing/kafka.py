@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -18,14 +18,21 @@ from kv_events.records import LogRecord
 logger = logging.getLogger(__name__)
 
 _WRITE_S = 10.0
+_JOINED_BYTES = 2**18
+"""Bound on the size of records that are joined."""
 
 
 class TopicWriter:
     """Records with the same key are in one partition, and keep their order."""
 
-    def __init__(self, settings: KafkaSettings, topic: str) -> None:
-        """Raises InvalidValueError for settings without a broker, or for a file that cannot be used."""
+    def __init__(
+        self, settings: KafkaSettings, topic: str, join: Callable[[Sequence[bytes]], bytes] | None = None
+    ) -> None:
+        """join: see `Contents`. Raises InvalidValueError for settings without a broker, or for a file that cannot be
+        used.
+        """
         self._topic = topic
+        self._join = join
         self._settings = settings
         self._connection = KafkaConnection(settings)
         self._producer: Any = None
@@ -44,17 +51,36 @@ class TopicWriter:
 
     async def _send(self, records: Sequence[LogRecord]) -> None:
         """Send whole batches: to send single records takes aiokafka several times as long."""
-        num_partitions = len(await self._producer.partitions_for(self._topic))
-        batches: defaultdict[int, list[Any]] = defaultdict(list)
+        num_partitions, sent = len(await self._producer.partitions_for(self._topic)), []
+        parts: defaultdict[int, list[LogRecord]] = defaultdict(list)
         for record in records:
-            of_partition = batches[crc32(record.key) % num_partitions]
-            fields = {"timestamp": None, "key": record.key, "value": record.payload}
-            if not of_partition or of_partition[-1].append(**fields) is None:  # there is none, or it is full
-                of_partition.append(self._producer.create_batch())
-                of_partition[-1].append(**fields)
-        send = self._producer.send_batch
-        sent = [await send(each, self._topic, partition=part) for part, several in batches.items() for each in several]
+            parts[crc32(record.key) % num_partitions].append(record)
+        for partition, own in parts.items():
+            batch = self._producer.create_batch()
+            for key, payload in self._joined(own):
+                fields = {"timestamp": None, "key": key, "value": payload}
+                if batch.append(**fields) is None:  # it is full
+                    sent.append(await self._producer.send_batch(batch, self._topic, partition=partition))
+                    batch = self._producer.create_batch()
+                    batch.append(**fields)
+            sent.append(await self._producer.send_batch(batch, self._topic, partition=partition))
         await asyncio.gather(*sent)
+
+    def _joined(self, records: Iterable[LogRecord]) -> Iterator[tuple[bytes, bytes]]:
+        """Yield key and payload of each record of the topic."""
+        waiting, key, num_bytes = list[bytes](), b"", 0
+        for record in records:
+            num_bytes += len(record.payload)
+            if waiting and (self._join is None or num_bytes > _JOINED_BYTES):
+                yield key, self._one(waiting)
+                waiting, num_bytes = [], len(record.payload)
+            key = key if waiting else record.key
+            waiting.append(record.payload)
+        if waiting:
+            yield key, self._one(waiting)
+
+    def _one(self, payloads: Sequence[bytes]) -> bytes:
+        return payloads[0] if self._join is None or len(payloads) == 1 else self._join(payloads)
 
     async def stop(self) -> None:
         producer, self._producer = self._producer, None

@@ -14,14 +14,16 @@ from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.errors import KvsightError
 from kv_events.log.event_log import SEGMENT_BYTES, EventLogWriter, LogRetention, WriterThread
 from kv_events.records import Channel, LogRecord
-from kv_events.reservations import RESERVATIONS_FOLDER, STEPS
+from kv_events.reservations import RESERVATIONS_FOLDER, STEPS, join
 from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import Backoff, cancel, keep_running
 
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 32 * 2**20
-_MAX_RECORDS = 500
+_MAX_RECORDS = 1000
+_GATHER_S = 0.01
+"""Time after the begin of a write in which further records wait for the next one."""
 _MAX_BYTES = 2 * 2**30
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 _STOP_S = 2.0
@@ -38,10 +40,12 @@ class Contents(NamedTuple):
     """In log lines and metrics, and of the folder inside that of the event log to which the records belong."""
     kinds: tuple[str, ...]
     """Kinds of its records."""
+    join: Callable[[Sequence[bytes]], bytes] | None = None
+    """Makes one record of several. None: a topic has each one for itself."""
 
 
 DECISIONS = Contents(Channel.DECISIONS, DECISIONS_FOLDER, ("decision", "outcome"))
-RESERVATIONS = Contents(Channel.RESERVATIONS, RESERVATIONS_FOLDER, ("reserved", *STEPS))
+RESERVATIONS = Contents(Channel.RESERVATIONS, RESERVATIONS_FOLDER, ("reserved", *STEPS), join)
 
 
 Write: TypeAlias = Callable[[Sequence[LogRecord]], Awaitable[None]]
@@ -138,8 +142,11 @@ class WriteQueue:
 
     async def _drain(self) -> None:
         assert self._write is not None
+        due = 0.0
         while True:
             await self._arrival.wait()
+            await asyncio.sleep(due - time.monotonic())
+            due = time.monotonic() + _GATHER_S
             batch = [self._queue[i] for i in range(min(len(self._queue), _MAX_RECORDS))]
             if not batch:
                 self._arrival.clear()

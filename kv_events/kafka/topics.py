@@ -79,7 +79,7 @@ def mismatches(topic: Topic, settings: KafkaSettings) -> list[str]:
     A number of partitions or replicas that is left at its default is a lower bound.
     """
     found = []
-    has_many = topic.name != settings.control_topic
+    has_many = topic.name not in (settings.control_topic, settings.reservations_topic)
     numbers = [("topic_replication", topic.num_replicas, "replica", "reassign its partitions")]
     if has_many:
         numbers.append(("topic_partitions", topic.num_partitions, "partition", "add some with kafka-topics.sh --alter"))
@@ -164,5 +164,5 @@ def _partitions(settings: KafkaSettings) -> dict[str, int]:
         settings.events_topic: settings.topic_partitions,
         settings.control_topic: 1,
         settings.decisions_topic: settings.topic_partitions,
-        settings.reservations_topic: settings.topic_partitions,
+        settings.reservations_topic: 1,  # each replica reads all of it
     }

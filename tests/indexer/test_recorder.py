@@ -19,9 +19,11 @@ from kv_events.log.memory import MemoryLog
 from kv_events.log.moments import LogMoment
 from kv_events.log.reader import scan_log
 from kv_events.records import Channel, LogRecord
+from kv_events.reservations import RELEASED, Progressed, ReservationRecord, encode_reservation, join
 from tests.support.log.late_log import write_log
 from tests.support.log.plain_log import flip, segments
 from tests.support.log.records import Stream, records_of, stored
+from tests.support.replica_process import reserved
 from tests.support.waiting import async_wait_until
 
 
@@ -214,7 +216,7 @@ async def test_a_recording_ends_when_its_range_does(tmp_path: Path) -> None:
 
 
 def _selected(selection: Selection, records: Sequence[LogRecord]) -> list[LogRecord]:
-    return [record for record in records if selection.takes(record)]
+    return [taken for record in records if (taken := selection.select(record)) is not None]
 
 
 def test_one_worker_or_one_model_is_selected_with_its_group_streams() -> None:
@@ -239,6 +241,17 @@ def test_decisions_for_a_worker_are_selected_with_their_outcomes() -> None:
     records = [decision(0, "a"), decision(1, "b"), outcome(2, "r0"), outcome(3, "r1")]
     assert _selected(Selection("a", None), records) == [records[0], records[2]]
     assert _selected(Selection(None, "other"), records) == []
+
+
+def test_of_joined_reservations_those_of_the_worker_are_selected_with_their_steps() -> None:
+    def record(offset: int, *parts: ReservationRecord) -> LogRecord:
+        return LogRecord(0, offset, 1, b"r0", join(list(map(encode_reservation, parts))), Channel.RESERVATIONS)
+
+    first, other = reserved("r0", "a", [1], 1.0), reserved("r1", "b", [1], 1.0)
+    ended = [Progressed(VERSION, "x", name, 2.0, RELEASED) for name in ("r1", "r0")]
+    records = [record(0, other, first), record(1, *ended), record(2, ended[0])]
+    assert _selected(Selection("a", None), records) == [record(0, first), record(1, ended[1])]
+    assert _selected(Selection(None, "m"), records) == records
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])

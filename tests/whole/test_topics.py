@@ -142,7 +142,7 @@ def test_the_command_creates_and_checks_topics(own: dict[str, Any]) -> None:
         f"created: {own['events_topic']}: 2 partitions, 1 replica, kept for 2:00:00",
         f"created: {own['control_topic']}: 1 partition, 1 replica, kept for 2:00:00",
         f"created: {own['decisions_topic']}: 2 partitions, 1 replica, kept for 2:00:00",
-        f"created: {own['reservations_topic']}: 2 partitions, 1 replica, kept for 2:00:00",
+        f"created: {own['reservations_topic']}: 1 partition, 1 replica, kept for 2:00:00",
     ]
     again = kvsight("doctor", "--create-topics", *flags(own))
     assert (again.returncode, again.stdout.count("exists: ")) == (0, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -151,8 +151,18 @@ def _by_tier(pages: Mapping[str, int]) -> str:
     return ", ".join(f"{number} {MEDIA.get(medium, medium)}" for medium, number in pages.items() if number)
 
 
-def full_record(index: int, record: LogRecord) -> dict[str, Any]:
-    """A record as a JSON object. One that cannot be decoded has `rejected`, with the reason."""
+def full_records(index: int, record: LogRecord) -> Iterator[dict[str, Any]]:
+    """Yield a record as a JSON object, or each of the records that it contains.
+
+    One that cannot be decoded has `rejected`, with the reason.
+    """
+    from kv_events.reservations import singles
+
+    for payload in singles(record.payload):
+        yield _full_record(index, record._replace(payload=payload))
+
+
+def _full_record(index: int, record: LogRecord) -> dict[str, Any]:
     known = record.channel in list(Channel)
     found: dict[str, Any] = {
         "index": index,

@@ -155,7 +155,7 @@ def _feeds(
     feeds = [events] if wanted & OF_EVENTS else []
     feeds += [feed for feed in others if feed.channel in wanted]
     for feed in feeds:
-        feed.accepts, feed.until = selection.takes, until
+        feed.select, feed.until = selection.select, until
     return feeds
 
 

@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from kv_events.http.service import DEFAULT_URL
-from kvsight.cli.logs.lines import RecordLine, full_record, of_feed, of_record
+from kvsight.cli.logs.lines import RecordLine, full_records, of_feed, of_record
 from kvsight.cli.logs.reading import LogInput
 from kvsight.cli.logs.records import OF_EVENTS, From, LogRange, OfChannel, RecordFilter, Selection, To
 from kvsight.cli.shared.console import UsageError, at_most_one, err, print_lines
@@ -93,7 +93,7 @@ def _print_past(source: LogInput, selection: Selection, limit: int | None, full:
     for chunk in source.chunks("reading"):
         for index, record in selection.records(chunk):
             if full:
-                write(encode(full_record(index, record)) + b"\n")
+                write(b"".join(encode(each) + b"\n" for each in full_records(index, record)))
             elif record.channel in OF_EVENTS:
                 _show(of_record(record), as_json)
             else:
