@@ -115,6 +115,9 @@ class Book:
     def __len__(self) -> int:
         return len(self._reservations)
 
+    def __contains__(self, reservation_id: str) -> bool:
+        return reservation_id in self._reservations
+
     def get(self, reservation_id: str) -> Reservation | None:
         """Return a reservation, or None if it is unknown or has ended."""
         return self._reservations.get(reservation_id)
@@ -181,7 +184,7 @@ class Book:
             self._expire(first, now)
         while self._predicted and self._predicted[0][0] <= now:
             _, place, hashes = self._predicted.popleft()
-            release(self._pinned, hashes, place, 0, now)
+            release(self._pinned, self._pinned_loads, hashes, place, 0, 0, 0.0, now)
 
     def _apply(self, record: ReservationRecord, now: float, at: float) -> bool:
         """at: the time from which on a reservation can expire."""
@@ -255,13 +258,11 @@ class Book:
 
     def _end(self, reservation_id: str, now: float) -> None:
         ended = self._reservations.pop(reservation_id)
-        place = ended.place
-        num_gone = release(self._pinned, ended.hashes, place, 1, now)
-        self.loads.prefill_tokens[place] -= ended.prefill_tokens
-        self.loads.decode_blocks[place] -= num_gone + ended.output_blocks - ended.decayed
-        self.loads.requests[place] -= 1
+        blocks = ended.output_blocks - ended.decayed
+        booked = ended.hashes, ended.place, 1, ended.prefill_tokens, blocks
+        release(self._pinned, self._pinned_loads, *booked, now)
         if (until := min(ended.placed_at, now) + self.predict_s) > now:
-            self._predicted.append((until, place, ended.hashes))
+            self._predicted.append((until, ended.place, ended.hashes))
 
     def _touch(self, reservation: Reservation, at: float) -> None:
         if at > reservation.touched_at:

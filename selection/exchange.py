@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -64,8 +64,8 @@ class ReservationExchange:
         """Name of this process in its records."""
         self.applied = 0
         """Records of other replicas that were applied."""
-        self.on_placed: list[Callable[[Placed], object]] = []
-        """Called with each choice of this replica, and with each one of another that was applied."""
+        self.on_placed: list[Callable[[Sequence[Placed]], object]] = []
+        """Called with choices of this replica, and with those of others that were applied."""
         self.rejected: Counter[str] = Counter()
         """Reason -> records of the topic that were not applied."""
         self._own = record_prefixes(self.replica)
@@ -83,21 +83,21 @@ class ReservationExchange:
         """
         kind = "reserved" if isinstance(record, Reserved) else record.step
         payload = encode_reservation(record) if self.queue.has_log else b""
-        why_dropped = self.queue.put(kind, reservation_id(record), payload)
+        why_dropped = self.queue.put(kind, (reservation_id(record), payload))
         self._notify(record)
         return why_dropped
 
-    def put_placed(self, placed: Placed) -> None:
-        """Queue the record of a choice that a kernel has booked and encoded."""
-        assert isinstance(placed.record, bytes)
-        self.queue.put("reserved", placed.request_id, placed.record)
+    def put_placed(self, placed: Sequence[Placed]) -> None:
+        """Queue the records of choices that a kernel has booked and encoded."""
+        records = [(each.request_id, each.record) for each in placed if isinstance(each.record, bytes)]
+        self.queue.put("reserved", *records)
         for notify in self.on_placed:
             notify(placed)
 
     def _notify(self, record: ReservationRecord) -> None:
         if isinstance(record, Reserved):
             for notify in self.on_placed:
-                notify(Placed.of(record.decision))
+                notify([Placed.of(record.decision)])
 
     def why_not_ready(self) -> str:
         """Return why the book may lack reservations of other replicas, or "" if it has them."""

@@ -4,7 +4,7 @@ The figures are those of whoever chose. `kvsight audit` compares them with the l
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -54,23 +54,25 @@ class DecisionWindow:
     def take(self, record: DecisionRecord) -> None:
         """Count a decision, or finish it with its outcome."""
         if isinstance(record, Decision):
-            self.decide(Placed.of(record))
+            self.decide([Placed.of(record)])
         else:
             self._finish(record.request_id, record.cached_tokens)
 
-    def decide(self, placed: Placed) -> None:
-        """Count a choice."""
-        if placed.request_id.removesuffix(AT_PREFILL) in self._waiting:
-            return  # reported twice, or counted with the worker that goes on with it
-        _add(self._all, placed)
-        if placed.best_tokens is not None and placed.predicted_tokens is not None:
-            self._lose("choice", placed.best_tokens - placed.predicted_tokens, placed)
-        self._recent.append((_shortened(placed), None))
-        self._waiting[placed.request_id] = placed
-        self._waiting_bytes += _num_bytes(placed)
-        early = self._early.pop(placed.request_id, None) if self._early else None
-        if early is not None:
-            self._finish(placed.request_id, early)
+    def decide(self, choices: Iterable[Placed]) -> None:
+        """Count choices."""
+        for placed in choices:
+            name = placed.request_id
+            if name.removesuffix(AT_PREFILL) in self._waiting:
+                continue  # reported twice, or counted with the worker that goes on with it
+            _add(self._all, placed)
+            best, predicted, num_bytes = placed.best_tokens, placed.predicted_tokens, _num_bytes(placed)
+            if best is not None and predicted is not None and best > predicted:
+                self._lose("choice", best - predicted, placed)
+            self._recent.append((placed if num_bytes <= _MAX_EXAMPLE_BYTES else _shortened(placed), None))
+            self._waiting[name] = placed
+            self._waiting_bytes += num_bytes
+            if self._early and (early := self._early.pop(name, None)) is not None:
+                self._finish(name, early)
         most = _MAX_WAITING if self._finished or self._early else _MAX_UNANSWERED
         while len(self._waiting) > most or self._waiting_bytes > _MAX_WAITING_BYTES:
             self._waiting_bytes -= _num_bytes(self._waiting.popitem(last=False)[1])

@@ -73,8 +73,8 @@ class SelectionPlan(NamedTuple):
     """Of the roster. All are True between calls."""
     allowed: BoolVector | None
     """Which ranks may be chosen. None: all."""
-    is_free: Callable[[str], bool]
-    """Whether a reservation may have a name."""
+    are_taken: Callable[[Sequence[str]], list[bool]]
+    """Returns whether another reservation, or an earlier request, has each name."""
     note: Callable[[Sequence[str], int], None]
     """Called when choices have been booked: names of the requests, empty if they have none, and how many there are."""
 
@@ -86,7 +86,7 @@ class SelectionPlan(NamedTuple):
         query = found.numbers, found.seeds, found.lookup, found.buffers, found.table, found.layout, times
         choice = self.scale, next_turns(count), self.name, *self.moments
         if names:
-            is_taken[:count] = [name in names[:i] or not self.is_free(name) for i, name in enumerate(names)]
+            is_taken[:count] = self.are_taken(names)
         if self.allowed is not None:
             self.is_allowed[:] = self.allowed
         try:

@@ -98,14 +98,18 @@ class Reservations:
         if why := self._exchange.why_not_ready():
             raise ProblemError(503, ProblemKind.UNAVAILABLE, why, retry_after_s=1)
 
-    def is_free(self, reservation_id: str) -> bool:
-        """Return whether no reservation has an id."""
-        return self.book.get(reservation_id) is None
+    def are_taken(self, names: Sequence[str]) -> list[bool]:
+        """Return whether each name is that of a reservation, or of an earlier request."""
+        earlier, found = set[str](), list[bool]()
+        for name in names:
+            found.append(name in earlier or name in self.book)
+            earlier.add(name)
+        return found
 
     def check_new(self, reservation_id: str) -> None:
         """Check that an id is not in use. Raises ProblemError (409)."""
         self.book.expire(self._served.now())
-        if not self.is_free(reservation_id):
+        if reservation_id in self.book:
             detail = f"selection {reservation_id} is already reserved or being reserved"
             raise ProblemError(409, ProblemKind.ALREADY_RESERVED, detail, "selection_id", reservation_id)
 
@@ -150,8 +154,7 @@ class Reservations:
             self.book.note_reserved(name, now, place, own, prefill_tokens, now)
             placed.append(Placed(name, now, ranks[row].worker, tokens, held, most_held, records[start:record_end]))
             begin, start = hashes_end, record_end
-        for each in placed:  # if this fails, all are in the book, and expire
-            self._exchange.put_placed(each)
+        self._exchange.put_placed(placed)  # if this fails, all are in the book, and expire
 
     def keep_pending(self, records: list[Reserved], now: float) -> None:
         """Keep a choice for the caller, who may reserve it within two minutes."""

@@ -125,12 +125,12 @@ class SelectionRoutes:
             self.reservations.note(table.bookings, names, roster.ranks, now)
 
         moments, first_name = (now, self.reservations.book.predicted_until(now)), selector.num_named + 1
-        is_free, allowed = self.reservations.is_free, None
+        allowed = None
         if request.allowed_worker_ids is not None:
             given = set(map(str, request.allowed_worker_ids))
             allowed = np.array([rank.worker in given for rank in roster.ranks], np.bool_)
         choice = scale, table, first_name, moments, session_text(session), roster.columns.is_allowed, allowed
-        return SelectionPlan(found, *choice, is_free, note)
+        return SelectionPlan(found, *choice, self.reservations.are_taken, note)
 
     async def _select(self, body: Body, body_format: BodyFormat, *, is_reserving: bool) -> Response:
         request, namespace, found = await self._asked(body, body_format)

@@ -14,12 +14,13 @@ from kv_events.kafka.settings import KafkaSettings
 from kv_events.kafka.topics import inspect_topics
 from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.records import LogRecord
+from kv_events.reservations import MAX_JOINED
 
 logger = logging.getLogger(__name__)
 
 _WRITE_S = 10.0
 _JOINED_BYTES = 2**18
-"""Bound on the size of records that are joined."""
+"""Bound on the size of records that are joined, of which there are at most `MAX_JOINED`."""
 
 
 class TopicWriter:
@@ -71,7 +72,7 @@ class TopicWriter:
         waiting, key, num_bytes = list[bytes](), b"", 0
         for record in records:
             num_bytes += len(record.payload)
-            if waiting and (self._join is None or num_bytes > _JOINED_BYTES):
+            if waiting and (self._join is None or num_bytes > _JOINED_BYTES or len(waiting) == MAX_JOINED):
                 yield key, self._one(waiting)
                 waiting, num_bytes = [], len(record.payload)
             key = key if waiting else record.key

@@ -87,7 +87,9 @@ class WriteQueue:
         self._write = write
         self._stop = stop
         self._max_bytes = max_queued_bytes
-        self._queue: deque[LogRecord] = deque()
+        self._queue: deque[tuple[list[LogRecord], int]] = deque()  # that came together, and their memory
+        self.num_queued = 0
+        """Records that wait."""
         self._queued_bytes = 0
         self._arrival = asyncio.Event()
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -97,26 +99,27 @@ class WriteQueue:
         """Whether records are written. Otherwise each one is dropped."""
         return self._write is not None
 
-    @property
-    def num_queued(self) -> int:
-        return len(self._queue)
+    def put(self, kind: str, *records: tuple[str, bytes]) -> str | None:
+        """Queue encoded records, all or none. Returns why they were dropped, or None. Never waits.
 
-    def put(self, kind: str, key: str, payload: bytes) -> str | None:
-        """Queue an encoded record. Returns why it was dropped, or None. Never waits.
-
-        kind: one of those of the contents. key: records with equal keys keep their order.
+        kind: one of those of the contents. records: key and payload of each. Records with equal keys keep their order.
         """
         if self._write is None:
-            self.dropped[NO_LOG] += 1
+            self.dropped[NO_LOG] += len(records)
             return NO_LOG
-        offset, now_ms = self.accepted.total(), int(time.time() * 1000)
-        record = LogRecord(0, offset, now_ms, key.encode(), payload, self.contents.channel)
-        if self._queued_bytes + record.memory_bytes > self._max_bytes:
-            self.dropped[QUEUE_FULL] += 1
+        offset, now_ms, channel = self.accepted.total(), int(time.time() * 1000), self.contents.channel
+        queued = [
+            LogRecord(0, offset + number, now_ms, key.encode(), payload, channel)
+            for number, (key, payload) in enumerate(records)
+        ]
+        num_bytes = sum(record.memory_bytes for record in queued)
+        if self._queued_bytes + num_bytes > self._max_bytes:
+            self.dropped[QUEUE_FULL] += len(records)
             return QUEUE_FULL
-        self.accepted[kind] += 1
-        self._queue.append(record)
-        self._queued_bytes += record.memory_bytes
+        self.accepted[kind] += len(records)
+        self._queue.append((queued, num_bytes))
+        self.num_queued += len(records)
+        self._queued_bytes += num_bytes
         self._arrival.set()
         return None
 
@@ -137,7 +140,7 @@ class WriteQueue:
                         await asyncio.sleep(0.01)
             await cancel(task)
             if self._queue:
-                logger.warning("%d %s were not written before the end", len(self._queue), self.contents.name)
+                logger.warning("%d %s were not written before the end", self.num_queued, self.contents.name)
             await self._stop()
 
     async def _drain(self) -> None:
@@ -147,7 +150,10 @@ class WriteQueue:
             await self._arrival.wait()
             await asyncio.sleep(due - time.monotonic())
             due = time.monotonic() + _GATHER_S
-            batch = [self._queue[i] for i in range(min(len(self._queue), _MAX_RECORDS))]
+            batch, num_taken = list[LogRecord](), 0
+            while len(batch) < _MAX_RECORDS and num_taken < len(self._queue):
+                batch += self._queue[num_taken][0]
+                num_taken += 1
             if not batch:
                 self._arrival.clear()
                 continue
@@ -159,9 +165,8 @@ class WriteQueue:
                 continue
             self.outage.note_success()
             self._backoff.reset()
-            for record in batch:
-                self._queue.popleft()
-                self._queued_bytes -= record.memory_bytes
+            self._queued_bytes -= sum(self._queue.popleft()[1] for _ in range(num_taken))
+            self.num_queued -= len(batch)
             self.written += len(batch)
 
 

@@ -116,10 +116,20 @@ def reserve(pages: BookedPages, loads: LoadColumns, hashes: U64Input, place: int
 
 
 @kernel
-def release(pages: BookedPages, hashes: U64Input, place: int, count: int, now: float) -> int:
-    """Remove `count` bookings, 0 or 1, and drop pages that are neither booked nor predicted.
+def release(
+    pages: BookedPages,
+    loads: LoadColumns,
+    hashes: U64Input,
+    place: int,
+    count: int,
+    tokens: int,
+    blocks: float,
+    now: float,
+) -> None:
+    """Remove `count` bookings, 0 or 1, from a place, and drop pages that are neither booked nor predicted.
 
-    Returns the number of pages that no booking of the place has any more.
+    hashes: uint64[n] of the pages. tokens: those that are still to be computed. blocks: what else counts in
+    `decode_blocks`.
     """
     num_gone = int64(0)
     for i in range(hashes.shape[0]):
@@ -130,7 +140,9 @@ def release(pages: BookedPages, hashes: U64Input, place: int, count: int, now: f
                 num_gone += count
                 if pages.predicted_until[entry] <= now:
                     remove(pages.table, entry)
-    return num_gone
+    loads.prefill_tokens[place] -= tokens
+    loads.decode_blocks[place] -= num_gone + blocks
+    loads.requests[place] -= count
 
 
 @kernel

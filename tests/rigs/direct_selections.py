@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
@@ -67,20 +67,22 @@ class NotedQueue(WriteQueue):
         self.records: list[Any] = []
         """As plain data, without times and the name of the replica."""
 
-    def put(self, kind: str, key: str, payload: bytes) -> str | None:
-        record = decode_reservation(payload)
-        assert (kind, key) == (getattr(record, "step", "reserved"), reservation_id(record))
-        plain = json.dumps(msgspec.to_builtins(record)).replace(record.replica, "replica")
-        self.records.append(_TIME.sub("0", plain))
+    def put(self, kind: str, *records: tuple[str, bytes]) -> str | None:
+        for key, payload in records:
+            record = decode_reservation(payload)
+            assert (kind, key) == (getattr(record, "step", "reserved"), reservation_id(record))
+            plain = json.dumps(msgspec.to_builtins(record)).replace(record.replica, "replica")
+            self.records.append(_TIME.sub("0", plain))
         return None
 
 
-def check_placed(placed: Placed) -> None:
-    """Check that what is counted of a choice is what its record says."""
-    if isinstance(placed.record, bytes):
-        record = decode_reservation(placed.record)
-        assert isinstance(record, Reserved)
-        assert placed == msgspec.structs.replace(Placed.of(record.decision), record=placed.record)
+def check_placed(choices: Sequence[Placed]) -> None:
+    """Check that what is counted of choices is what their records say."""
+    for placed in choices:
+        if isinstance(placed.record, bytes):
+            record = decode_reservation(placed.record)
+            assert isinstance(record, Reserved)
+            assert placed == msgspec.structs.replace(Placed.of(record.decision), record=placed.record)
 
 
 _TIME = re.compile(r"\b\d{10}\.\d+")

@@ -121,7 +121,7 @@ async def test_a_start_finds_requests_that_last_longer_than_the_time_to_live(
 async def test_choices_of_a_broken_clock_are_not_reported(own: dict[str, Any], producer: AIOKafkaProducer) -> None:
     now, placed = time.time(), list[str]()
     async with replica(own, Clock()) as found:
-        found.exchange.on_placed.append(lambda each: placed.append(each.request_id))
+        found.exchange.on_placed.append(lambda choices: placed.extend(each.request_id for each in choices))
         for name, at in (("later", now + 7200), ("now", now)):
             await write(producer, own["reservations_topic"], reserved(name, "w1", [1], at))
         await async_wait_until(lambda: found.names() == {"later", "now"}, what="both")

@@ -242,7 +242,7 @@ class Window(DecisionWindow):
             if is_booked:
                 record = encode_reservation(Reserved(VERSION, "replica", decision, 0))
                 placed = msgspec.structs.replace(placed, record=record)
-            self.decide(placed)
+            self.decide([placed])
 
     def finished(self, number: int) -> int:
         """Report an outcome. Returns how many found their decision so far."""

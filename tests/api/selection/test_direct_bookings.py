@@ -2,6 +2,7 @@
 
 import base64
 import json
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 from unittest.mock import Mock
@@ -301,7 +302,7 @@ async def test_the_largest_records_have_room(monkeypatch: pytest.MonkeyPatch) ->
         made.append(make_bookings(*sizes))
         return made[-1]
 
-    def note_share(_: Placed) -> None:
+    def note_share(_: Sequence[Placed]) -> None:
         num_choices, _, num_bytes = made[-1].made.tolist()
         if num_choices > 1:
             room = len(made[-1].records) - 8 * MOST_HASHES - MARGIN
