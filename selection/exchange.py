@@ -47,6 +47,7 @@ _PROBE_S = 1.0
 _MARGIN_S = 5.0
 """Most by which clocks of replicas differ."""
 _EXPIRE_EVERY_S = 0.5
+_RESERVED = RESERVATIONS.kinds[0]
 
 
 class ReservationExchange:
@@ -76,21 +77,22 @@ class ReservationExchange:
         self._unknown: set[str] = set()  # reservations that went on in the backlog, and whose beginning is not in it
         self._slices = Slices()
 
-    def put(self, record: ReservationRecord) -> str | None:
-        """Queue a record of this replica, which the book has already. Returns why it was dropped, or None.
+    def put(self, *records: ReservationRecord) -> str | None:
+        """Queue records of this replica, which the book has already. Returns why they were dropped, or None.
 
         Never waits. The fields must have been checked, see `kv_events.reservations.check_reservation`.
         """
-        kind = "reserved" if isinstance(record, Reserved) else record.step
-        payload = encode_reservation(record) if self.queue.has_log else b""
-        why_dropped = self.queue.put(kind, (reservation_id(record), payload))
-        self._notify(record)
+        encode = encode_reservation if self.queue.has_log else _not_encoded
+        queued = [(_kind(record), reservation_id(record), encode(record)) for record in records]
+        why_dropped = self.queue.put(*queued)
+        for record in records:
+            self._notify(record)
         return why_dropped
 
     def put_placed(self, placed: Sequence[Placed]) -> None:
         """Queue the records of choices that a kernel has booked and encoded."""
-        records = [(each.request_id, each.record) for each in placed if isinstance(each.record, bytes)]
-        self.queue.put("reserved", *records)
+        records = [(_RESERVED, each.request_id, each.record) for each in placed if isinstance(each.record, bytes)]
+        self.queue.put(*records)
         for notify in self.on_placed:
             notify(placed)
 
@@ -201,6 +203,14 @@ class ReservationExchange:
         else:
             self._unknown.discard(name)
         return self.book.restore(record, now)
+
+
+def _kind(record: ReservationRecord) -> str:
+    return _RESERVED if isinstance(record, Reserved) else record.step
+
+
+def _not_encoded(_: ReservationRecord) -> bytes:
+    return b""
 
 
 def create_exchange(

@@ -73,7 +73,7 @@ class DecisionRoute:
         """Return why a record was dropped, or None if it was not."""
         record, payload = encoded
         self._on_record(record)
-        return self._log.put("decision" if isinstance(record, Decision) else "outcome", (record.request_id, payload))
+        return self._log.put(("decision" if isinstance(record, Decision) else "outcome", record.request_id, payload))
 
     def _decode(self, body: Body, body_format: BodyFormat) -> list[_Encoded]:
         """Return the checked records of a body, encoded here because this may run in a thread.

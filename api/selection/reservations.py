@@ -234,15 +234,27 @@ class Reservations:
     def bodyless_route(self) -> BodylessRoute:
         """Return how steps without a body are answered in the fast path, as the routes of `router` do."""
         line = BodylessLine(_STEP, scope_of("DELETE", "/reservations/x"))
-        return BodylessRoute(line, self._answer_step, lambda step: StepPlan(partial(self._follow, step)))
+        return BodylessRoute(line, self._answer_step, lambda step: StepPlan(partial(self._follow, _step_of(step))))
 
     def _answer_step(self, released: bytes | None, going_on: bytes | None, step: bytes | None) -> bytes:
-        self._follow(step, (released or going_on or b"").decode())
+        self._progress((released or going_on or b"").decode(), _step_of(step))
         return _DONE
 
-    def _follow(self, step: bytes | None, name: str) -> None:
-        """Note a step of a reservation. None: it ends. Raises ProblemError, and has changed nothing then."""
-        self._progress(name, RELEASED if step is None else step.decode(), self._served.now())
+    def _follow(self, step: str, names: Sequence[str]) -> list[bool]:
+        """Note a step of some reservations. Returns whether each one was known.
+
+        Raises ProblemError, and has changed nothing then.
+        """
+        self._check_ready()
+        now, done, records = self._served.now(), list[bool](), list[Progressed]()
+        try:
+            for name in names:
+                found = self._apply(name, step, now)
+                done.append(bool(found))
+                records += found
+        finally:
+            self._exchange.put(*records)
+        return done
 
     def router(self) -> APIRouter:
         """Return the routes whose paths have parameters."""
@@ -295,29 +307,38 @@ class Reservations:
         return ModelLoads(model_name=model, routing_group=tenant, loads=loads)
 
     def _progressed(self, reservation_id: str, step: str, decay_fraction: float | None = None) -> Response:
-        self._progress(reservation_id, step, self._served.now(), decay_fraction)
+        self._progress(reservation_id, step, decay_fraction)
         return json_response(Done())
 
-    def _progress(self, reservation_id: str, step: str, now: float, decay_fraction: float | None = None) -> None:
+    def _progress(self, reservation_id: str, step: str, decay_fraction: float | None = None) -> None:
         """Note how a reservation goes on. Raises ProblemError (404, 503), and has changed nothing then."""
         self._check_ready()
+        records = self._apply(reservation_id, step, self._served.now(), decay_fraction)
+        if not records:
+            raise _unknown(f"reservation {reservation_id} not found", reservation_id)
+        self._exchange.put(*records)
+
+    def _apply(
+        self, reservation_id: str, step: str, now: float, decay_fraction: float | None = None
+    ) -> list[Progressed]:
+        """Note how a reservation goes on. Returns the records of what has changed: none if it is unknown."""
         known = self.book.get(reservation_id)
         blocks = known.output_blocks + 1 if known is not None and step == OUTPUT_BLOCK else 0
         blocks = min(blocks, MAX_OUTPUT_BLOCKS)
         record = Progressed(VERSION, self._exchange.replica, reservation_id, now, step, decay_fraction, blocks)
         if not self.book.apply(record, now):
-            raise _unknown(f"reservation {reservation_id} not found", reservation_id)
-        self._exchange.put(record)
-        at_prefill = reservation_id + AT_PREFILL
-        if step in (PREFILL_COMPLETE, RELEASED) and self.book.get(at_prefill) is not None:
-            self._progress(at_prefill, RELEASED, now)
+            return []
+        at_prefill, records = reservation_id + AT_PREFILL, [record]
+        if step in (PREFILL_COMPLETE, RELEASED) and at_prefill in self.book:
+            records += self._apply(at_prefill, RELEASED, now)
+        return records
 
 
 class StepPlan(NamedTuple):
     """How requests over direct connections are answered that say the same of different reservations."""
 
-    follow: Callable[[str], None]
-    """Notes the step of a reservation. Raises ProblemError, and has changed nothing then."""
+    follow: Callable[[Sequence[str]], list[bool]]
+    """Notes the step of the reservations with these names. See `Reservations._follow`."""
 
     @property
     def answer_bytes(self) -> int:
@@ -329,11 +350,14 @@ class StepPlan(NamedTuple):
     ) -> int:
         """Call `send_same`."""
         is_done = np.zeros(count, np.bool_)
-        for i, name in enumerate(names):
-            with suppress(ProblemError):  # FastAPI's route reports it
-                self.follow(name)
-                is_done[i] = True
+        with suppress(ProblemError):  # FastAPI's route reports it
+            is_done[:] = self.follow(names)
         return send_same(sockets, count, head_size, is_done, _DONE_TEXT)
+
+
+def _step_of(text: bytes | None) -> str:
+    """Return the step that a request names. None: it releases the reservation."""
+    return RELEASED if text is None else text.decode()
 
 
 def _unknown(detail: str, value: str | int) -> ProblemError:

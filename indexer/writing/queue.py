@@ -99,24 +99,27 @@ class WriteQueue:
         """Whether records are written. Otherwise each one is dropped."""
         return self._write is not None
 
-    def put(self, kind: str, *records: tuple[str, bytes]) -> str | None:
+    def put(self, *records: tuple[str, str, bytes]) -> str | None:
         """Queue encoded records, all or none. Returns why they were dropped, or None. Never waits.
 
-        kind: one of those of the contents. records: key and payload of each. Records with equal keys keep their order.
+        records: kind, which is one of those of the contents, key and payload. Those with equal keys keep their order.
         """
+        if not records:
+            return None
         if self._write is None:
             self.dropped[NO_LOG] += len(records)
             return NO_LOG
         offset, now_ms, channel = self.accepted.total(), int(time.time() * 1000), self.contents.channel
         queued = [
             LogRecord(0, offset + number, now_ms, key.encode(), payload, channel)
-            for number, (key, payload) in enumerate(records)
+            for number, (_, key, payload) in enumerate(records)
         ]
         num_bytes = sum(record.memory_bytes for record in queued)
         if self._queued_bytes + num_bytes > self._max_bytes:
             self.dropped[QUEUE_FULL] += len(records)
             return QUEUE_FULL
-        self.accepted[kind] += len(records)
+        for kind, _, _ in records:
+            self.accepted[kind] += 1
         self._queue.append((queued, num_bytes))
         self.num_queued += len(records)
         self._queued_bytes += num_bytes

@@ -67,8 +67,8 @@ class NotedQueue(WriteQueue):
         self.records: list[Any] = []
         """As plain data, without times and the name of the replica."""
 
-    def put(self, kind: str, *records: tuple[str, bytes]) -> str | None:
-        for key, payload in records:
+    def put(self, *records: tuple[str, str, bytes]) -> str | None:
+        for kind, key, payload in records:
             record = decode_reservation(payload)
             assert (kind, key) == (getattr(record, "step", "reserved"), reservation_id(record))
             plain = json.dumps(msgspec.to_builtins(record)).replace(record.replica, "replica")
