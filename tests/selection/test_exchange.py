@@ -20,6 +20,7 @@ from indexer.writing.queue import NO_LOG, QUEUE_FULL, RESERVATIONS, WriteQueue
 from kv_events.log.event_log import EventLogReader
 from kv_events.records import Channel
 from kv_events.reservations import (
+    MAX_JOINED,
     OUTPUT_BLOCK,
     PREFILL_COMPLETE,
     RELEASED,
@@ -157,6 +158,16 @@ async def test_records_that_fill_several_batches_of_a_partition_reach_the_other_
     await source.start({})
     assert len([end for end in (await source.ends()).values() if end]) > 1  # they are spread
     await source.stop()
+
+
+async def test_more_records_than_one_of_the_topic_may_have_are_split(own: dict[str, Any]) -> None:
+    clock = Clock()
+    async with replica(own, clock) as first, replica(own, clock) as second:
+        records = [reserved(f"r{number}", "w1", [number], clock()) for number in range(2 * MAX_JOINED + 1)]
+        assert all(first.book.apply(record, clock()) for record in records)
+        assert first.exchange.put(*records) is None
+        await async_wait_until(lambda: second.exchange.applied == len(records), 60, "all records")
+        assert second.names() == first.names()
 
 
 async def test_without_a_broker_bookings_stay_local_and_the_queue_is_bounded() -> None:
