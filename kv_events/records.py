@@ -22,7 +22,7 @@ class Channel(IntEnum):
     DEAD_LETTERS = 3
     """A record of the events that an indexer could not decode."""
     RESERVATIONS = 4
-    """A request that a service placed, or how it went on."""
+    """Requests that a service placed, or how they went on."""
 
 
 MAX_CHANNEL: Final = 255

@@ -81,7 +81,7 @@ _NAME = "\0"
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ReservationRecord)
 _several_decoder = msgspec.msgpack.Decoder(Several)
-_IS_SEVERAL = _encoder.encode(Several(VERSION, [])).partition(_encoder.encode(VERSION))[0]
+_IS_SEVERAL = _encoder.encode(Several(VERSION, [])).partition(_encoder.encode(VERSION))[0][1:]
 
 
 def reservation_id(record: ReservationRecord) -> str:
@@ -116,7 +116,7 @@ def join(payloads: Sequence[bytes]) -> bytes:
 
 def singles(payload: bytes) -> Sequence[bytes]:
     """Return the encoded records in a record of the log: itself, if it is one. Broken ones are rejected later."""
-    if payload.startswith(_IS_SEVERAL):
+    if payload.startswith(_IS_SEVERAL, 1):  # after the length of the array: a later version may add fields
         with suppress(RecordRejectedError):
             return list(map(bytes, decisions.decode_checked(payload, _several_decoder, lambda _: None).records))
     return [payload]

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeAlias
 
@@ -21,7 +22,10 @@ from kv_events.runtime.supervised import Backoff, cancel, keep_running
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 32 * 2**20
-_MAX_RECORDS = 1000
+_MAX_RECORDS, _MAX_BYTES_AT_ONCE = 1000, 4 * 2**20
+"""Bounds on a write, beyond which nothing is added to it: all of it must be written in some seconds."""
+_GROUP_BYTES = 192
+"""What records that come together take in memory beside themselves."""
 _GATHER_S = 0.01
 """Time after the begin of a write in which further records wait for the next one."""
 _MAX_BYTES = 2 * 2**30
@@ -114,7 +118,7 @@ class WriteQueue:
             LogRecord(0, offset + number, now_ms, key.encode(), payload, channel)
             for number, (_, key, payload) in enumerate(records)
         ]
-        num_bytes = sum(record.memory_bytes for record in queued)
+        num_bytes = _GROUP_BYTES + sum(record.memory_bytes for record in queued)
         if self._queued_bytes + num_bytes > self._max_bytes:
             self.dropped[QUEUE_FULL] += len(records)
             return QUEUE_FULL
@@ -151,12 +155,15 @@ class WriteQueue:
         due = 0.0
         while True:
             await self._arrival.wait()
-            await asyncio.sleep(due - time.monotonic())
+            if self.num_queued < _MAX_RECORDS:
+                await asyncio.sleep(due - time.monotonic())
             due = time.monotonic() + _GATHER_S
-            batch, num_taken = list[LogRecord](), 0
-            while len(batch) < _MAX_RECORDS and num_taken < len(self._queue):
-                batch += self._queue[num_taken][0]
-                num_taken += 1
+            batch, num_bytes, num_taken = list[LogRecord](), 0, 0
+            for records, size in islice(self._queue, _MAX_RECORDS):
+                batch += records
+                num_bytes, num_taken = num_bytes + size, num_taken + 1
+                if len(batch) >= _MAX_RECORDS or num_bytes >= _MAX_BYTES_AT_ONCE:
+                    break
             if not batch:
                 self._arrival.clear()
                 continue
@@ -168,7 +175,9 @@ class WriteQueue:
                 continue
             self.outage.note_success()
             self._backoff.reset()
-            self._queued_bytes -= sum(self._queue.popleft()[1] for _ in range(num_taken))
+            for _ in range(num_taken):
+                self._queue.popleft()
+            self._queued_bytes -= num_bytes
             self.num_queued -= len(batch)
             self.written += len(batch)
 

@@ -61,3 +61,7 @@ def test_what_is_broken_in_a_record_is_rejected_when_it_is_decoded(payload: byte
 def test_one_broken_record_leaves_the_others() -> None:
     first = encode_reservation(Progressed(VERSION, "x", "r0", 1.0, RELEASED))
     assert singles(join([first, b"\xc0", first])) == [first, b"\xc0", first]
+
+
+def test_trailing_fields_are_ignored() -> None:
+    assert singles(msgspec.msgpack.encode(["Several", VERSION + 1, [1, 2], "new"])) == [b"\x01", b"\x02"]

@@ -143,6 +143,8 @@ def test_records_are_shown_one_a_line_and_selected_with_what_followed(tmp_path: 
     lines = kvsight("tail", "--full", "--log", folder, "--channel", "reservations").stdout.splitlines()
     shown = list(map(json.loads, lines))
     assert len(shown) == 28
+    few = kvsight("tail", "--full", "--log", folder, "--channel", "reservations", "--limit", 3).stdout.splitlines()
+    assert few == lines[:3]
     first, ended = shown[0], shown[-1]
     assert (first["kind"], first["request_id"], first["worker"]) == ("reserved", "r0", "w1")
     assert (first["channel"], first["sequence_hashes"]) == ("reservations", [100])

@@ -92,14 +92,14 @@ def _print_past(source: LogInput, selection: Selection, limit: int | None, full:
     encode, write, num_left = msgspec.json.Encoder().encode, sys.stdout.buffer.write, limit
     for chunk in source.chunks("reading"):
         for index, record in selection.records(chunk):
-            if full:
-                write(b"".join(encode(each) + b"\n" for each in full_records(index, record)))
-            elif record.channel in OF_EVENTS:
-                _show(of_record(record), as_json)
-            else:
-                continue
-            if num_left is not None and (num_left := num_left - 1) == 0:
-                return
+            is_shown = full or record.channel in OF_EVENTS
+            for each in full_records(index, record) if full else [of_record(record)] * is_shown:
+                if isinstance(each, RecordLine):
+                    _show(each, as_json)
+                else:
+                    write(encode(each) + b"\n")
+                if num_left is not None and (num_left := num_left - 1) == 0:
+                    return
     sys.stdout.flush()
     if not selection.num_in_range and selection.range.is_bounded:
         source.fail_outside(str(selection.range))

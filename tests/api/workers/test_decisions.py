@@ -198,6 +198,25 @@ async def test_what_is_queued_at_the_end_is_written() -> None:
     assert len(service.sink.written) == 100
 
 
+async def test_a_write_is_small_enough_to_be_done_in_seconds_however_much_waits() -> None:
+    writes: list[tuple[int, int]] = []
+
+    async def write(records: Sequence[LogRecord]) -> None:
+        writes.append((len(records), sum(len(record.payload) for record in records)))
+
+    log = WriteQueue(write)
+    for number in range(5000):
+        assert log.put(*[("decision", f"r{number}", bytes(100))] * (number % 3 + 1)) is None
+    for number in range(100):
+        assert log.put(("decision", f"l{number}", bytes(200_000))) is None
+    async with log.running():
+        await async_wait_until(lambda: not log.num_queued, what="all records")
+    counts, sizes = zip(*writes, strict=True)
+    assert (sum(counts), log.written) == (10_099, 10_099)
+    assert max(counts) < 1003
+    assert max(sizes) < 2**22 + 200_000
+
+
 async def test_a_service_without_a_log_drops_and_counts_decisions() -> None:
     async with rig(has_sink=False) as service:
         answer = (await service.post(DECIDED)).json()
