@@ -70,13 +70,16 @@ def create_store(
 ) -> SnapshotStore | None:
     """Create the store of snapshots, or of another image next to them. Returns None if the settings name no store.
 
-    key, file_name: of the other image, in Redis or in the folder.
+    key, file_name: of the other image, in Redis or in the folder. Raises InvalidValueError if it cannot be a folder.
     """
     if settings.redis is not None:
         from indexer.snapshots.redis import RedisStore
 
         return RedisStore(settings, f"kvsight:{key}")
-    return None if settings.snapshot_dir is None else FolderStore(settings.snapshot_dir, file_name)
+    folder = settings.snapshot_dir
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise InvalidValueError(variable("snapshot_dir"), str(folder), "a folder")
+    return None if folder is None else FolderStore(folder, file_name)
 
 
 def create_recording(

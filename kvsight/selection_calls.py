@@ -41,7 +41,7 @@ def select(
         "routing_group": tenant,
         "lora_name": lora_name,
         "cache_salt": cache_salt,
-        "allowed_worker_ids": None if workers is None else list(workers),
+        "allowed_worker_ids": [workers] if isinstance(workers, str) else workers and list(workers),
         "session_id": session,
         "token_ids": None if token_ids is None else token_array(token_ids).tolist(),
         **(more or {}),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import UNSET, Raw
+from msgspec import UNSET, Raw, inspect
 
 from api.problems import ProblemError, ProblemKind
 from api.queries.large_bodies import JSON, MSGPACK, Body, BodyFormat, Data, Decoder, elements, slimmed
@@ -31,6 +31,7 @@ ITEMS = {field: f"an integer in {low} .. {high}" for field, (low, high) in RANGE
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _MISTYPED = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\[(\d+)\]|(\w+)")
+_NO_CHOICE = "Invalid enum value"
 _NOT_FOUND = object()
 _MAX_WEIGHTS_BYTES = 4096
 
@@ -84,25 +85,36 @@ def _decode(decoder: Decoder[_T], data: Data, body_format: BodyFormat) -> _T:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise _mistyped(str(error), data, body_format) from None
+        raise _mistyped(str(error), data, body_format, decoder.type) from None
     except RecursionError:
         raise ProblemError(400, ProblemKind.MALFORMED_BODY, "body: nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProblemError(400, ProblemKind.MALFORMED_BODY, f"body: {error}") from None
 
 
-def _mistyped(message: str, data: Data, body_format: BodyFormat) -> ProblemError:
-    """Find the value at the path that msgspec's message names."""
-    if missing := _MISSING.match(message):
-        return ProblemError(422, ProblemKind.MISSING_FIELD, f"{missing[1]}: missing", missing[1])
+def _mistyped(message: str, data: Data, body_format: BodyFormat, kind: Any) -> ProblemError:
+    """Find the value at the path that msgspec's message names. kind: the type that the body should have."""
     fault, path = _MISTYPED.fullmatch(message).groups()  # type: ignore[union-attr]  # matches any text
+    if missing := _MISSING.match(fault):
+        field = f"{path}.{missing[1]}" if path else missing[1]
+        return ProblemError(422, ProblemKind.MISSING_FIELD, f"{field}: missing", field)
     expected = ITEMS.get(path.partition("[")[0]) if path and "[" in path else None
     value = _value_at(path or "", data, body_format)
     if value is _NOT_FOUND:
         tail = f", expected {expected}" if expected else ""
         return ProblemError(422, ProblemKind.INVALID_VALUE, f"{path or 'body'}: {fault}{tail}", path)
     said = fault.removeprefix("Expected ").partition(", got")[0].replace("`", "")
+    if said.startswith(_NO_CHOICE):
+        said = f"one of {', '.join(map(repr, _choices(kind, path or '')))}"
     return ProblemError.of_value(InvalidValueError(path or "body", value, expected or said))
+
+
+def _choices(kind: Any, path: str) -> list[Any]:
+    """Return the values that a field of a struct accepts."""
+    fields = {each.encode_name: each.type for each in getattr(inspect.type_info(kind), "fields", ())}
+    own = fields.get(path)
+    types = own.types if isinstance(own, inspect.UnionType) else (own,)
+    return [value for each in types if isinstance(each, inspect.LiteralType) for value in each.values]
 
 
 def _value_at(path: str, data: Data, body_format: BodyFormat) -> object:

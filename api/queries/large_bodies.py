@@ -47,6 +47,10 @@ Members: TypeAlias = list[tuple[memoryview, memoryview]]
 class Decoder(Protocol[T_co]):
     """A decoder of msgspec."""
 
+    @property
+    def type(self) -> Any:
+        """What it decodes."""
+
     def decode(self, data: Data, /) -> T_co:
         """Return the decoded data. Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from fastapi import APIRouter
 from prometheus_client import CollectorRegistry
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -48,7 +49,15 @@ _PATHS = frozenset(
 )
 
 _MOST_PARAMETERS = 100
-_WRITING = ("/register", "/unregister", "/decisions", "/workers/{worker:path}/resync")
+_WRITING = (
+    "/register",
+    "/unregister",
+    "/decisions",
+    "/workers/{worker:path}/resync",
+    "/select_and_reserve",
+    "/reservations",
+    "/reservations/{reservation_id:path}",
+)
 """Paths of the live service that change something."""
 
 
@@ -171,8 +180,8 @@ class ReplayService(Service):
         explain = ExplainRoute(folder, settings.explain_timeout_s, lambda: present_moment().moment)
         queries = QueryRoutes(LocalAnswers(self.views), lambda: True, settings.max_body_bytes)
         self.endpoints: dict[str, Endpoint] = {**queries.endpoints(), **explain.endpoints()}
-        self.endpoints |= dict.fromkeys(_WRITING, _refuse)
-        self.routers = [worker_routes(self.views), past_routes(self._moments, self._marks, folder.name, damage)]
+        past = past_routes(self._moments, self._marks, folder.name, damage)
+        self.routers = [worker_routes(self.views), past, _refusing_routes()]
         self.middleware = [Middleware(MomentMiddleware, moments=self._moments, max_body_bytes=settings.max_body_bytes)]
 
     @asynccontextmanager
@@ -222,6 +231,14 @@ class ReplayService(Service):
             for operation in operations.values() if shows_moment(path) else ():
                 others = [each for each in operation.get("parameters", []) if each["name"] != "at"]
                 operation["parameters"] = [*others, at]
+
+
+def _refusing_routes() -> APIRouter:
+    """Return routes that refuse what changes something."""
+    router = APIRouter(include_in_schema=False)
+    for path in (*_WRITING, "/workers", "/workers/{worker:path}"):
+        router.add_api_route(path, _refuse, methods=["POST", "PATCH", "DELETE"])
+    return router
 
 
 async def _refuse(_request: Request) -> Response:

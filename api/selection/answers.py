@@ -23,6 +23,8 @@ from kv_events.http.selection import (
 )
 from kv_events.reservations import Reserved
 from kv_events.schema import MEDIA
+from kv_events.streams import StreamId
+from selection.book import Booked
 from selection.candidates import Candidates
 from selection.roster import Roster, Weighed
 from selection.selector import Chosen
@@ -142,6 +144,17 @@ def overlaps_of(weighed: Weighed, num_blocks: int, block_size: int) -> OverlapSc
             )
         )
     return OverlapScores(block_size=block_size, num_blocks=num_blocks, workers=workers)
+
+
+def load_of(rank: StreamId, booked: Booked) -> Load:
+    """Return the load of a rank that no roster has."""
+    return Load(
+        worker_id=worker_name(rank.worker),
+        dp_rank=rank.dp_rank,
+        potential_prefill_tokens=booked.prefill_tokens,
+        potential_decode_blocks=booked.decode_pages,
+        active_requests=booked.requests,
+    )
 
 
 def loads_of(roster: Roster, rows: Sequence[int], *columns: npt.NDArray[Any]) -> list[Load]:

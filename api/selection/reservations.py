@@ -27,7 +27,7 @@ from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import decode_as, format_of
 from api.queries.large_bodies import Body, BodyFormat, LargeBodies
 from api.queries.routes import RawEndpoint, json_response, read_body
-from api.selection.answers import loads_of, worker_name
+from api.selection.answers import load_of, loads_of, worker_name
 from api.selection.direct import MOST_CHOICES, MOST_HASHES
 from api.selection.requests import Prompt, decoded
 from api.view_source import ViewSource
@@ -54,6 +54,7 @@ _STEP = re.compile(
 _DONE = msgspec.json.encode(Done())
 _DONE_TEXT = np.frombuffer(bytearray(_DONE), np.uint8)
 _STEP_ANSWER_BYTES = 2**10
+_DOTS = (".", "..")
 
 
 class Reservations:
@@ -99,10 +100,10 @@ class Reservations:
             raise ProblemError(503, ProblemKind.UNAVAILABLE, why, retry_after_s=1)
 
     def are_taken(self, names: Sequence[str]) -> list[bool]:
-        """Return whether each name is that of a reservation, or of an earlier request."""
+        """Return whether each name is that of a reservation, or of an earlier request, or cannot be one."""
         earlier, found = set[str](), list[bool]()
         for name in names:
-            found.append(name in earlier or name in self.book)
+            found.append(name in earlier or name in self.book or _has_no_path(name))
             earlier.add(name)
         return found
 
@@ -115,6 +116,7 @@ class Reservations:
 
     def add(self, records: Sequence[Reserved], now: float) -> None:
         """Book the reservations of a request, and send them to other replicas. Raises ProblemError (409, 422, 503)."""
+        check_id(records[0].decision.request_id)
         for record in records:
             self.check_new(record.decision.request_id)
         try:
@@ -304,6 +306,8 @@ class Reservations:
         places = roster.columns.places
         columns = [np.where(places >= 0, each[places], 0) for each in self.book.loads]
         loads = loads_of(roster, range(len(places)), *columns)
+        others = {view.stream for view in namespace.views.values()}.difference(roster.ranks)  # such as draining ones
+        loads += [load_of(rank, self.book.booked(rank)) for rank in sorted(others)]
         return ModelLoads(model_name=model, routing_group=tenant, loads=loads)
 
     def _progressed(self, reservation_id: str, step: str, decay_fraction: float | None = None) -> Response:
@@ -353,6 +357,17 @@ class StepPlan(NamedTuple):
         with suppress(ProblemError):  # FastAPI's route reports it
             is_done[:] = self.follow(names)
         return send_same(sockets, count, head_size, is_done, _DONE_TEXT)
+
+
+def check_id(selection_id: str) -> None:
+    """Check that paths can name a reservation, which is not the prefill of another one. Raises ProblemError."""
+    if _has_no_path(selection_id):
+        expected = f"a text without line feeds that is not . or .. and does not end with {AT_PREFILL}"
+        raise ProblemError.of_value(InvalidValueError("selection_id", selection_id, expected))
+
+
+def _has_no_path(selection_id: str) -> bool:
+    return "\n" in selection_id or selection_id in _DOTS or selection_id.endswith(AT_PREFILL)
 
 
 def _step_of(text: bytes | None) -> str:

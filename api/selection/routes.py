@@ -24,7 +24,7 @@ from api.queries.text import has_text
 from api.selection.answers import loads_of, overlaps_of, selection_of
 from api.selection.direct import DirectTable, SelectionPlan, direct_table, session_text
 from api.selection.requests import Prompt, Render, decoded, decoded_text, question_of, rendered_prompt
-from api.selection.reservations import Reservations
+from api.selection.reservations import Reservations, check_id
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
 from kv_events.http.selection import Selection, SelectRequest
@@ -138,8 +138,10 @@ class SelectionRoutes:
 
     def _placed(self, request: SelectRequest, found: Found, namespace: Namespace, *, is_reserving: bool) -> Selection:
         now, name = self._served.now(), request.selection_id
-        if is_reserving and name is not None:
-            self.reservations.check_new(name)
+        if name is not None:
+            check_id(name)
+            if is_reserving:
+                self.reservations.check_new(name)
         try:
             chosen = self._selector.choose(request, namespace, self._served.freshness, found, now)
         except NoCandidateError as error:

@@ -162,7 +162,8 @@ class Recorder:
                 self.open()
             except (OSError, EventLogError) as error:
                 await self._wait(error, stop)
-        self.outage.note_success()
+        if self._writer is not None:
+            self.outage.note_success()
 
     async def _wait(self, error: OSError | EventLogError, stop: asyncio.Event) -> None:
         """Pause after an error of the disk. Raises the error if the recorder is not patient."""

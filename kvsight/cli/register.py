@@ -93,4 +93,5 @@ def _namespace(client: Client, worker: str, model: str | None, tenant: str | Non
         several = names([f"{of_model} of tenant {of_tenant}" for of_model, of_tenant in found])
         raise UsageError(f"{worker} serves {several}: give --model or --tenant")
     others = sorted({each.instance_id for each in known})
-    raise UsageError(f"no worker {worker} is known, only {names(others) or 'none at all'}")
+    of_model = f" of model {model}" if model else ""
+    raise UsageError(f"no worker {worker}{of_model} is known; known: {names(others) or 'none'}")

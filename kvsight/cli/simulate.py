@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsight.cli.logs.reading import check_new_log
 from kvsight.cli.shared.console import HtmlReport, at_most_one, check_html, out, print_result, progress_bar, write_html
 from kvsight.cli.shared.flags import KAFKA, AsJson, with_flags
 from kvsight.cli.shared.process import load_kernels, run_until_interrupted
@@ -94,7 +95,7 @@ def simulate(
         kafka=broker,
         event_log_dir=record,
     )
-    policies = policy or list(POLICIES)
+    policies = list(dict.fromkeys(policy or POLICIES))
     for name in policies:
         create_policy(name, seed)
     generated = WorkloadSettings(num_requests=requests or _NUM_REQUESTS, seed=seed)
@@ -102,6 +103,9 @@ def simulate(
         generated = replace(generated, agent_share=1.0, subagent_share=_SUBAGENT_SHARE)
     workload = generate(generated) if trace is None else MooncakeTrace(trace)
     load_kernels()
+    if record is not None:
+        for name in policies:
+            check_new_log(record / name)
     with policy_progress() as progress:
         reports = run(workload, settings, policies, progress)
     if html is not None:

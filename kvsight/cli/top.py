@@ -251,7 +251,7 @@ def _sums(fleet: Fleet) -> str:
     rates = [sum(map(_now, (getattr(each, name) for each in fleet.workers))) for name in ("stored", "removed")]
     held += f" ({fleet.duplicated:.0%} of all are copies)" if fleet.duplicated >= 0.005 else ""
     events = f"stored {rates[0]:,.0f}/s, removed {rates[1]:,.0f}/s"
-    part = "" if fleet.num_selected <= len(fleet.workers) else f" of {len(fleet.workers):,} workers"
+    part = "" if len(fleet.workers) == sum(fleet.states.values()) else f" of {count(len(fleet.workers), 'worker')}"
     return f"{clock(fleet.time)}; workers: {states or 'none'}; pages{part}: {held}; {events}"
 
 

@@ -2,7 +2,12 @@
 
 from kv_events.kernels.bundles import F64Vector, I32Vector, I64Vector
 from kv_events.kernels.declare import kernel
-from kv_events.kernels.numbers import int32, int64
+from kv_events.kernels.numbers import int32, int64, uint64
+
+_GOLDEN, _HALF = uint64(0x9E3779B97F4A7C15), uint64(32)
+"""The golden ratio's fraction of 2**64. Its multiples are spread evenly, and so are every second, third, ... of them:
+callers that ask in a regular order get all candidates, too. Source: Knuth, The Art of Computer Programming, 6.4.
+"""
 
 
 @kernel
@@ -16,7 +21,7 @@ def lowest_cost(costs: F64Vector, computed: F64Vector, turn: int) -> int:
         if costs[row] < least or (costs[row] == least and computed[row] < fewest):
             least, fewest, num_best = costs[row], computed[row], int64(0)
         num_best += costs[row] == least and computed[row] == fewest
-    skipped = turn % max(num_best, int64(1))
+    skipped = int64(((uint64(turn) * _GOLDEN) >> _HALF) * uint64(num_best) >> _HALF)
     for row in range(costs.shape[0]):
         if costs[row] == least and computed[row] == fewest:
             if skipped == 0:

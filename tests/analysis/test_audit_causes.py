@@ -136,6 +136,13 @@ def test_the_streams_that_restarted_are_named(tmp_path: Path) -> None:
     assert found["restart"] == "1 stream restarted, and lost their pages: default/m/restless/0 3 times"
 
 
+def test_a_stream_whose_engine_is_heard_at_once_has_no_fault(tmp_path: Path) -> None:
+    engine = Stream("w")
+    records = [engine.batch(now=START, degraded_reason="engine not heard"), engine.batch(stored((0, [1])), now=START)]
+    report = audit_log(write_log(tmp_path, [*records, engine.batch(now=START + 10)]))
+    assert [each.text for each in report.findings if each.kind == "engine not heard"] == []
+
+
 @pytest.mark.parametrize(("reasons", "times"), [(["engine not heard"] * 2, 0), (["engine not heard", ""], 1)])
 def test_an_engine_that_is_not_heard_again_has_not_restarted(tmp_path: Path, reasons: list[str], times: int) -> None:
     """A bridge gives up the pages of an engine that it misses: it begins an epoch without them."""

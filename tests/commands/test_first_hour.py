@@ -90,7 +90,7 @@ def test_engines_are_registered_and_forgotten_by_commands(service: ServiceProces
         engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
         wait_until(lambda: gpu_tokens(service.url, "a") == 16, 60, "the pages")
         assert listeners(service.url).keys() == {"a/0", "a/1"}
-        assert "only a" in kvsight("unregister", "b", "--url", service.url).stderr
+        assert "known: a" in kvsight("unregister", "b", "--url", service.url).stderr
         assert kvsight("unregister", "a", "--url", service.url).stdout == "a of model m is forgotten\n"
         shown = kvsight("top", "--once", "--url", service.url).stdout
         assert "No worker is known: let the service read an engine: `kvsight register" in " ".join(shown.split())

@@ -34,6 +34,7 @@ OPTIONS = [
     ("simulate --kafka a:1 --record b", PAIRS("--kafka", "--record")),
     ("simulate --capacity 3", "--capacity: got 3, expected a positive multiple of the page size 64"),
     ("simulate --policy best", "--policy: got 'best', expected one of random, round-robin, overlap-load"),
+    ("simulate --policy lmetric --record DIR/recorded", "recorded/lmetric: there is a log already; give a new folder"),
     ("simulate --trace DIR/no.jsonl", "no.jsonl"),
     ("simulate --trace DIR/bad.jsonl", "line 2"),
     ("doctor --prompt 1", "--prompt needs --engine"),
@@ -76,6 +77,7 @@ OPTIONS = [
     ("tail --log LOG --full --channel decisions --seq 1", "never fits the other filters, which are of events"),
     ("tail --log LOG --from -1m --to -2m", "--from -1m is after --to -2m"),
     ("record DIR/new", "without Kafka, `kvsight serve --record FOLDER` records what it reads"),
+    ("serve --snapshot-dir PROMPT", "--snapshot-dir: got '"),
     ("serve --kafka HOST:1 --engine a=tcp://h:1,model=m", "give either --kafka or --engine, not both"),
     ("serve --engine a=tcp://h:1", "also model=MODEL, or --model MODEL for all engines"),
     ("serve --model m --engine a=tcp://h:1,capacity.tape=3", "capacity: got 'tape: 3', expected pages of gpu, cpu"),
@@ -170,6 +172,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sound = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n'
     (folder / "bad.jsonl").write_text(sound + '{"timestamp": -1}\n')
     (folder / "empty").mkdir()
+    (folder / "recorded").mkdir()
+    (folder / "recorded" / "lmetric").symlink_to(folder / "run.log")
     return folder
 
 

@@ -68,11 +68,17 @@ def test_the_choice_has_the_lowest_cost(
     assert choice.reason
 
 
+@pytest.mark.parametrize("number", [2, 3, 4, 64])
 @pytest.mark.parametrize("name", POLICIES)
-def test_equal_candidates_take_turns(name: str) -> None:
-    policy = create_policy(name)
-    counts = Counter(policy.choose(Asked(160), candidates(computed=[160.0] * 4)).row for _ in range(40))
-    assert set(counts.values()) == {10}
+def test_equal_candidates_take_turns_also_for_a_caller_who_has_every_second_or_third_one(
+    name: str, number: int
+) -> None:
+    policy, equal = create_policy(name), candidates(computed=[160.0] * number)
+    rows = [policy.choose(Asked(160), equal).row for _ in range(10 * number * 12)]
+    for others in range(12):
+        counts = Counter(rows[:: others + 1][: 10 * number])
+        assert len(counts) == number
+        assert 6 <= min(counts.values()) <= max(counts.values()) <= 14
 
 
 def test_an_urgent_request_would_rather_compute_than_wait() -> None:

@@ -256,7 +256,7 @@ class PromptTrace:
         workers = self._workers()
         if not workers:
             known = sorted({f"{each.instance_id} of model {each.model_name}" for each in self.servers.client.workers()})
-            text = f"the service does not know {self._subject()}, only {names(known) or 'none at all'}"
+            text = f"the service does not know {self._subject()}; it knows {names(known) or 'none'}"
             return BrokenError(text, f"{self._reading()}, or give the names as the publisher has them")
         if any(_WRONG_PAGES in fault for fault in self._faults()):
             return None  # events arrive; the next check names what is wrong with them

@@ -21,7 +21,7 @@ from kv_events.log.format import LOCK_NAME, list_segments
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.words import count, local_time, natural_order
-from kvsight.cli.logs.reading import LogFolder, LogInput, damage_facts, exit_if_any_damaged, moment_fault
+from kvsight.cli.logs.reading import LogFolder, LogInput, check_new_log, damage_facts, exit_if_any_damaged, moment_fault
 from kvsight.cli.logs.records import From, LogRange, OfChannel, RecordFilter, Selection, To
 from kvsight.cli.shared.console import UsageError, err, out, print_json, print_result, progress_bar
 from kvsight.cli.shared.flags import AsJson
@@ -307,8 +307,7 @@ def _remove(new_log: Path) -> None:
 @contextmanager
 def _new_log(folder: Path) -> Iterator[EventLogWriter]:
     """Open a writer of a new log. If the disk is full, the records before stay, and the error is raised."""
-    if folder.exists() and (not folder.is_dir() or list_segments(folder)):
-        raise UsageError(f"{folder}: there is a log already; give a new folder")
+    check_new_log(folder)
     with EventLogWriter(folder) as writer:
         yield writer
 

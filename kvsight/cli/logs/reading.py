@@ -36,6 +36,12 @@ _MOST_SHOWN = 20
 LogFolder: TypeAlias = Annotated[Path, typer.Argument(help="Folder of an event log.")]
 
 
+def check_new_log(folder: Path) -> None:
+    """Check that a log can begin in a folder. Raises UsageError."""
+    if folder.exists() and (not folder.is_dir() or list_segments(folder)):
+        raise UsageError(f"{folder}: there is a log already; give a new folder")
+
+
 @contextmanager
 def byte_progress(what: str, num_bytes: int, shared: Progress | None = None) -> Iterator[Callable[[int], None]]:
     """Show a progress bar, or a line of a shared one. Gives a function to call with the bytes that were read since."""

@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from kv_events.http.service import DEFAULT_URL
+from kv_events.log.format import list_segments
 from kvsight.cli.logs.lines import RecordLine, full_records, of_feed, of_record
 from kvsight.cli.logs.reading import LogInput
 from kvsight.cli.logs.records import OF_EVENTS, From, LogRange, OfChannel, RecordFilter, Selection, To
@@ -81,6 +82,8 @@ def tail(
                 for event in islice(events, limit):
                     _show(event, as_json)
         else:
+            if log is not None and log.is_dir() and not list_segments(log):
+                err.print(f"{log}: no event log, it has no files *.kvlog; waiting for one")
             source = _source(kafka, log, flags)
             run_until_interrupted(lambda: _show_records(source, wanted, from_beginning, limit, as_json))
     except KeyboardInterrupt:

@@ -152,8 +152,12 @@ async def test_a_request_names_one_moment_among_a_hundred_parameters(client: htt
 
 
 async def test_the_past_does_not_change(client: httpx.AsyncClient, log: Path) -> None:
-    for path in ("/register", "/unregister", "/decisions", "/workers/w-0/resync"):
+    writing = "/register", "/unregister", "/decisions", "/workers", "/workers/w-0/resync", "/select_and_reserve"
+    for path in (*writing, "/reservations", "/reservations/r/prefill_complete"):
         check_problem(await client.post(path, json={}), 409, "read-only")
+    for path in ("/workers/w-0", "/reservations/r"):
+        check_problem(await client.delete(path), 409, "read-only")
+    assert (await client.get("/workers")).status_code == 200
 
 
 async def test_metrics_are_those_of_the_moment(client: httpx.AsyncClient, log: Path) -> None:

@@ -145,6 +145,16 @@ async def test_a_name_is_never_taken_from_elsewhere(fields: str) -> None:
             assert given == f"other-{name}" or ("null" in fields and given.startswith(fleet.exchange.replica))
 
 
+@pytest.mark.parametrize("name", ["a\nb", ".", "..", "x/prefill"])
+async def test_a_name_that_no_path_has_or_that_is_another_ones_is_refused(name: str) -> None:
+    async with a_fleet({("1", 0): {0: range(4)}}) as fleet:
+        for path in ("/select", "/select_and_reserve"):
+            for _ in range(6):
+                status, _, answer = await fleet.direct.ask(request(body_of(token_ids=PROMPT, selection_id=name), path))
+                assert (status, json.loads(answer)["field"]) == (b"HTTP/1.1 422 Unprocessable Entity", "selection_id")
+        assert await fleet.num_booked() == 0
+
+
 @pytest.mark.parametrize(
     "member",
     [

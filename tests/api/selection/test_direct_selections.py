@@ -95,7 +95,9 @@ async def test_a_kernel_sees_workers_that_drain_and_leave(taken: list[Head]) -> 
         assert (await fleet.agree(token_ids=PROMPT))["worker_id"] == 1
         assert await fleet.post("/workers", worker_id=1, block_size=BLOCK, endpoint="http://127.0.0.1:9") == CREATED
         assert (await fleet.agree(token_ids=PROMPT))["endpoint"] == "http://127.0.0.1:9"
+        assert (await fleet.reserved())["worker_id"] == 1
         assert await fleet.send(b"PATCH", "/workers/1", '{"lifecycle": "draining"}') == OK
+        assert await fleet.num_booked() == 1
         assert (await fleet.agree(token_ids=PROMPT))["worker_id"] == 2
         assert await fleet.send(b"DELETE", "/workers/1") == OK
         assert (await fleet.agree(token_ids=PROMPT))["worker_id"] == 1  # which the log still names

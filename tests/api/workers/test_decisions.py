@@ -159,7 +159,7 @@ async def test_decisions_and_outcomes_share_a_batch() -> None:
         ({**DECIDED, "timestamp": 1.7e12}, 422, "timestamp"),
         ({**DECIDED, "token_ids": [1, -1]}, 422, "token_ids[1]"),
         ({**DECIDED, "candidates": [{"worker": "w"}] * 1025}, 422, "candidates"),
-        ({**DECIDED, "candidates": [{"tokens": 1}]}, 422, "worker"),
+        ({**DECIDED, "candidates": [{"tokens": 1}]}, 422, "candidates[0].worker"),
         ({**OUTCOME, "cached_tokens": -1}, 422, "cached_tokens"),
         ({"decisions": [OUTCOME] * 1025}, 422, "decisions"),
         ({"decisions": [OUTCOME, {**OUTCOME, "cached_tokens": None}]}, 422, "decisions[1].cached_tokens"),

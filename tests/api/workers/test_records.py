@@ -116,6 +116,13 @@ async def test_answers_are_those_of_the_peer_except_that_it_moves_a_worker_to_an
         assert kept["kv_events_endpoint"] == f"tcp://127.0.0.1:{PORTS[1]}"
 
 
+async def test_a_word_that_no_field_knows_is_answered_with_those_that_it_does() -> None:
+    async with service() as served:
+        for field, known in (("role", "'', 'decode', 'prefill'"), ("lifecycle", "'draining', 'incomplete', ")):
+            problem = check_problem(await served.client.post("/workers", json=record(3, **{field: "zz"})), 422)
+            assert problem["detail"].startswith(f"{field}: got 'zz', expected one of {known}")
+
+
 @asynccontextmanager
 async def chosen_among(served: Service) -> AsyncIterator[ZmqEngine]:
     """Register worker 7, which holds a prompt."""
