@@ -25,6 +25,7 @@ Scope = Literal["read", "decisions", "register", "resync", "dump", "admin"]
 """What a token permits. `admin` permits everything."""
 
 _FIELD = "api_tokens_file"
+_SCHEME = b"Bearer "
 _MAX_TOKENS = 256
 _TOKEN = re.compile(r"[!-~]{16,512}")  # what a header can carry unchanged, and nobody guesses
 
@@ -75,7 +76,9 @@ class TokenRegistry:
         """
         if not self.are_required:
             return _ANYONE
-        given, found = sha256(authorization).digest(), None
+        scheme, token = authorization[: len(_SCHEME)], authorization[len(_SCHEME) :]
+        scheme = _SCHEME if scheme.lower() == _SCHEME.lower() else scheme  # RFC 9110: in any case
+        given, found = sha256(scheme + token).digest(), None
         for expected, caller in self._known:
             if hmac.compare_digest(given, expected):
                 found = caller
@@ -150,4 +153,4 @@ def _wrong(file: Path | None, expected: str) -> InvalidValueError:
 
 def _digest(token: str) -> bytes:
     """The digest of the header that a caller sends."""
-    return sha256(b"Bearer " + token.encode()).digest()
+    return sha256(_SCHEME + token.encode()).digest()

@@ -49,7 +49,7 @@ def logged(record: ReservationRecord) -> LogRecord:
 
 
 def step(name: str, at: float, kind: str, blocks: int = 0) -> Progressed:
-    return Progressed(VERSION, "x", name, START + at, kind, None, blocks)
+    return Progressed(VERSION, "other", name, START + at, kind, None, blocks)
 
 
 def twelve_requests() -> list[ReservationRecord]:
@@ -151,6 +151,19 @@ def test_records_are_shown_one_a_line_and_selected_with_what_followed(tmp_path: 
     assert (first["prefill_tokens"], first["replica"]) == (16, "other")
     assert (ended["kind"], ended["reservation_id"], ended["step"]) == ("progressed", "r11", "released")
     assert "5 reservations" in kvsight("log", "info", folder).stdout
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_a_service_without_kafka_begins_with_an_empty_book(tmp_path: Path, is_beside: bool) -> None:
+    """Of several replicas, all records are inside the log."""
+    records = [reserved(f"r{number}", "w1", [number], START + number, f"start-{number // 2}") for number in range(4)]
+    fleet_log(tmp_path, list(records), is_beside=is_beside)
+    timeline, past, booked = Timeline(tmp_path), PastBook(tmp_path, SelectionSettings(reservation_ttl_s=TTL_S)), []
+    for seconds in (1.5, 2.5, 3.5, 1.5):
+        book = past.at(timeline, LogMoment(time_s=START + seconds), Replay())
+        booked.append({each.name for each in book})
+    earlier = set[str]() if is_beside else {"r0", "r1"}
+    assert booked == [{"r0", "r1"}, earlier | {"r2"}, earlier | {"r2", "r3"}, {"r0", "r1"}]
 
 
 def test_the_book_of_any_moment_is_that_of_counting(tmp_path: Path) -> None:
