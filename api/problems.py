@@ -37,7 +37,7 @@ class ProblemKind(StrEnum):
     MALFORMED_BODY = "malformed-body", "The body cannot be read"
     MISSING_FIELD = "missing-field", "A field is missing"
     INVALID_VALUE = "invalid-value", "A value is invalid"
-    BLOCK_SIZE = "block-size", "No worker uses this block size"
+    BLOCK_SIZE = "block-size", "The workers use another block size, or several"
     SALT_WITH_LOCAL_HASHES = "salt-with-local-hashes", "A salt cannot be applied to hashes"
     UNKNOWN_MODEL = "unknown-model", "No worker serves this model"
     UNKNOWN_WORKER = "unknown-worker", "No such worker"

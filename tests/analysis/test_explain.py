@@ -29,7 +29,7 @@ def explanation_of(scene: Scene) -> WorkerExplanation:
 
 def prompt_of(scene: Scene) -> AskedPrompt:
     body = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in scene.body.items()}
-    return AskedPrompt(*decode_query(body))
+    return AskedPrompt(*decode_query(body, Path("prompt.json")))
 
 
 def late_explanation(scene: Scene, begin: int, folder: Path) -> WorkerExplanation:

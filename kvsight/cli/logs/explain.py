@@ -51,7 +51,7 @@ def explain(
     from analysis.explain.asked_prompt import AskedPrompt
 
     load_kernels()
-    asked = AskedPrompt(*decode_query(body), worker)
+    asked = AskedPrompt(*decode_query(body, prompt), worker)
     found = _explain(asked, source, moment)
     print_result(found, _lines(found, asked, out.width), as_json=as_json)
     as_of = f"as of {local_time(found.time)}, after {count(found.records, 'record')}"

@@ -96,7 +96,7 @@ def replay(
     body = None if query is None else read_json_object(query)
     source = open_source(log, kafka, flags, moment)
     load_kernels()
-    asked = None if body is None else decode_query(body)
+    asked = None if body is None or query is None else decode_query(body, query)
     replayed, extent = source.views_at(moment)
     fault = moment_fault(extent, moment)
     if not replayed.applier.records:

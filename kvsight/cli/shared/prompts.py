@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, KvsightError
 from kvsight.cli.shared.console import UsageError
 
 if TYPE_CHECKING:
@@ -64,12 +64,15 @@ def read_json_object(path: Path) -> dict[str, msgspec.Raw]:
     return fields
 
 
-def decode_query(body: dict[str, msgspec.Raw]) -> tuple[ParsedQuery, PromptArray]:
-    """The body of a query as the API understands it. Needs the extra `serve`. Raises KvsightError."""
+def decode_query(body: dict[str, msgspec.Raw], file: Path) -> tuple[ParsedQuery, PromptArray]:
+    """The body of a query, which a file has, as the API understands it. Needs the extra `serve`. Raises UsageError."""
     from api.queries.body_formats import format_of
     from api.queries.parsing import BY_ANY, decode_question
 
-    return decode_question(msgspec.json.encode(body), format_of("application/json"), BY_ANY)
+    try:
+        return decode_question(msgspec.json.encode(body), format_of("application/json"), BY_ANY)
+    except KvsightError as error:
+        raise UsageError(f"{_shown(file)}: {error}") from error
 
 
 def _decoded(data: bytes, file: Path, kind: Any, expected: str) -> Any:
