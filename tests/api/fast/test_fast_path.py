@@ -40,8 +40,9 @@ def test_a_service_that_has_not_caught_up_answers_unless_it_must_be_ready() -> N
 
 def test_the_bytes_of_a_head_decide_about_its_token() -> None:
     heads = HeadReader(["/query"], TokenRegistry(ApiSettings(api_token="right")), 2**20)
-    assert heads.read(head(b"/query", 1, b"Authorization: Bearer right")) is not None
-    for wrong in (b"Bearer wrong", b"bearer right", b"Bearer right2", b""):
+    for right in (b"Bearer right", b"bearer right"):
+        assert heads.read(head(b"/query", 1, b"Authorization: " + right)) is not None
+    for wrong in (b"Bearer wrong", b"Bearer Right", b"Bearer right2", b"Basic right", b"right", b""):
         assert heads.read(head(b"/query", 1, b"Authorization: " + wrong)) is None
     assert heads.read(head()) is None
 
