@@ -128,15 +128,20 @@ def decode_reservation(payload: bytes) -> ReservationRecord:
     return record
 
 
+def decode_record(channel: int, payload: bytes) -> DecisionRecord | ReservationRecord:
+    """Decode and check a record of a channel, which is one of CHOICES. Raises RecordRejectedError."""
+    return decode_reservation(payload) if channel == Channel.RESERVATIONS else decisions.decode_decision(payload)
+
+
 def decode_choice(channel: int, payload: bytes) -> DecisionRecord | None:
     """Decode what a record says about a choice: a decision, which may be that of a reservation, or an outcome.
 
     channel: one of CHOICES. None: it says how a reservation went on. Raises RecordRejectedError.
     """
-    if channel != Channel.RESERVATIONS:
-        return decisions.decode_decision(payload)
-    record = decode_reservation(payload)
-    return record.decision if isinstance(record, Reserved) else None
+    record = decode_record(channel, payload)
+    if isinstance(record, Reserved):
+        return record.decision
+    return None if isinstance(record, Progressed) else record
 
 
 def check_reservation(record: ReservationRecord) -> None:

@@ -259,10 +259,10 @@ class Book:
     def _end(self, reservation_id: str, now: float) -> None:
         ended = self._reservations.pop(reservation_id)
         blocks = ended.output_blocks - ended.decayed
-        booked = ended.hashes, ended.place, 1, ended.prefill_tokens, blocks
-        release(self._pinned, self._pinned_loads, *booked, now)
+        place, tokens = ended.place, ended.prefill_tokens
+        release(self._pinned, self._pinned_loads, ended.hashes, place, 1, tokens, blocks, now)
         if (until := min(ended.placed_at, now) + self.predict_s) > now:
-            self._predicted.append((until, ended.place, ended.hashes))
+            self._predicted.append((until, place, ended.hashes))
 
     def _touch(self, reservation: Reservation, at: float) -> None:
         if at > reservation.touched_at:

@@ -82,16 +82,20 @@ class ReservationExchange:
 
         Never waits. The fields must have been checked, see `kv_events.reservations.check_reservation`.
         """
-        encode = encode_reservation if self.queue.has_log else _not_encoded
-        queued = [(_kind(record), reservation_id(record), encode(record)) for record in records]
-        why_dropped = self.queue.put(*queued)
+        has_log = self.queue.has_log
+        why_dropped = self.queue.put(
+            *((_kind(each), reservation_id(each), encode_reservation(each) if has_log else b"") for each in records)
+        )
         for record in records:
             self._notify(record)
         return why_dropped
 
     def put_placed(self, placed: Sequence[Placed]) -> None:
         """Queue the records of choices that a kernel has booked and encoded."""
-        records = [(_RESERVED, each.request_id, each.record) for each in placed if isinstance(each.record, bytes)]
+        records = list[tuple[str, str, bytes]]()
+        for each in placed:
+            assert isinstance(each.record, bytes)
+            records.append((_RESERVED, each.request_id, each.record))
         self.queue.put(*records)
         for notify in self.on_placed:
             notify(placed)
@@ -207,10 +211,6 @@ class ReservationExchange:
 
 def _kind(record: ReservationRecord) -> str:
     return _RESERVED if isinstance(record, Reserved) else record.step
-
-
-def _not_encoded(_: ReservationRecord) -> bytes:
-    return b""
 
 
 def create_exchange(

@@ -69,8 +69,8 @@ class Selector:
         if request.allowed_worker_ids is not None or request.pinned_worker is not None:
             weighed = weighed.among(_allowed(request, weighed.candidates))
             if not weighed.rows:
-                named = "allowed_worker_ids and pinned_worker allow none of them"
-                raise NoCandidateError(f"no endpoints available to route work: {named}")
+                reason = "allowed_worker_ids or pinned_worker names no worker that can be chosen"
+                raise NoCandidateError(f"no endpoints available to route work: {reason}")
         priority = request.strict_priority + request.priority_jump
         asked = Asked(found.tokens, session_of(request), priority, _options(request), now)
         choice = self._policy(namespace).choose(asked, weighed.candidates)

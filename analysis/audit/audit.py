@@ -18,7 +18,7 @@ from analysis.audit.residency import milliseconds
 from analysis.audit.stream_audit import StreamAudit, settings_of_audits
 from indexer.replay import open_beginning
 from kv_events.codec import batch_time
-from kv_events.decisions import DecisionRecord, decode_decision
+from kv_events.decisions import DecisionRecord
 from kv_events.errors import RecordRejectedError
 from kv_events.log.event_log import EventLogReader
 from kv_events.log.reader import RecordChunk, scan_log
@@ -29,7 +29,7 @@ from kv_events.reservations import (
     Progressed,
     ReservationRecord,
     Reserved,
-    decode_reservation,
+    decode_record,
     singles,
     time_of,
 )
@@ -146,7 +146,7 @@ class SortedDecisions:
 
     def _add(self, index: int, channel: int, payload: bytes) -> None:
         try:
-            found = _decoded(channel, payload)
+            found = decode_record(channel, payload)
         except RecordRejectedError:
             self.unreadable += 1
             return
@@ -160,8 +160,4 @@ class SortedDecisions:
         ends = np.append(places[:, 2], self._num_bytes)[1:]
         in_order = np.lexsort((places[:, 1], places[:, 0]))
         for ms, index, begin, channel, end in map(np.ndarray.tolist, np.column_stack((places, ends))[in_order]):
-            yield ms, index, _decoded(channel, os.pread(self._file.fileno(), end - begin, begin))
-
-
-def _decoded(channel: int, payload: bytes) -> DecisionRecord | ReservationRecord:
-    return decode_reservation(payload) if channel == Channel.RESERVATIONS else decode_decision(payload)
+            yield ms, index, decode_record(channel, os.pread(self._file.fileno(), end - begin, begin))

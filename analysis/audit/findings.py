@@ -7,12 +7,12 @@ from analysis.audit.report import AuditReport, Finding, Funnel, StreamReport
 from kv_events.http.explanations import BatchPosition
 from kv_events.log.moments import utc_text
 from kv_events.runtime.words import count, names, nearest, printable
-from kv_events.schema import BATCHES_LOST
+from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD
 
 _LEAST_WEIGHT = 0.001
 _MOST_NAMED = 3
 _SHORT_S = 0.05
-"""Time for which an engine may not be heard: at its beginning, each stream says so."""
+"""Time for which an engine may be unheard: each stream begins so."""
 _LEAST_TIES = 20
 _LEAST_EARLY = 3
 """Fewer requests may be chance."""
@@ -101,7 +101,7 @@ def _of_the_engines(streams: Sequence[StreamReport]) -> Iterator[Finding]:
         first = having[0].degraded[kind]
         lasted = sum(each.degraded[kind].seconds for each in having)
         lost = sum(each.engine_losses for each in having) if kind == BATCHES_LOST else 0
-        if not lost and lasted < _SHORT_S * len(having):
+        if kind == ENGINE_UNHEARD and lasted < _SHORT_S * len(having):
             continue
         number = f" ({count(lost, 'batch', 'batches')})" if lost else ""
         text = f'{len(having):,} of {count(len(streams), "stream")} reported "{printable(kind)}"{number}'

@@ -65,12 +65,11 @@ class DecisionWindow:
             if name.removesuffix(AT_PREFILL) in self._waiting:
                 continue  # reported twice, or counted with the worker that goes on with it
             _add(self._all, placed)
-            best, predicted, num_bytes = placed.best_tokens, placed.predicted_tokens, _num_bytes(placed)
-            if best is not None and predicted is not None and best > predicted:
-                self._lose("choice", best - predicted, placed)
-            self._recent.append((placed if num_bytes <= _MAX_EXAMPLE_BYTES else _shortened(placed), None))
+            if placed.best_tokens is not None and placed.predicted_tokens is not None:
+                self._lose("choice", placed.best_tokens - placed.predicted_tokens, placed)
+            self._recent.append((_shortened(placed), None))
             self._waiting[name] = placed
-            self._waiting_bytes += num_bytes
+            self._waiting_bytes += _num_bytes(placed)
             if self._early and (early := self._early.pop(name, None)) is not None:
                 self._finish(name, early)
         most = _MAX_WAITING if self._finished or self._early else _MAX_UNANSWERED

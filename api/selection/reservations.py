@@ -103,7 +103,7 @@ class Reservations:
         """Return whether each name is that of a reservation, or of an earlier request, or cannot be one."""
         earlier, found = set[str](), list[bool]()
         for name in names:
-            found.append(name in earlier or name in self.book or _has_no_path(name))
+            found.append(name in earlier or name in self.book or _is_no_id(name))
             earlier.add(name)
         return found
 
@@ -361,12 +361,12 @@ class StepPlan(NamedTuple):
 
 def check_id(selection_id: str) -> None:
     """Check that paths can name a reservation, which is not the prefill of another one. Raises ProblemError."""
-    if _has_no_path(selection_id):
+    if _is_no_id(selection_id):
         expected = f"a text without line feeds that is not . or .. and does not end with {AT_PREFILL}"
         raise ProblemError.of_value(InvalidValueError("selection_id", selection_id, expected))
 
 
-def _has_no_path(selection_id: str) -> bool:
+def _is_no_id(selection_id: str) -> bool:
     return "\n" in selection_id or selection_id in _DOTS or selection_id.endswith(AT_PREFILL)
 
 

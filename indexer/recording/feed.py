@@ -8,11 +8,11 @@ from urllib.parse import unquote
 
 from indexer.sources.base import Source
 from kv_events.codec import batch_or_none
-from kv_events.decisions import Outcome, decode_decision
+from kv_events.decisions import Outcome
 from kv_events.errors import RecordRejectedError
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
-from kv_events.reservations import CHOICES, Progressed, Reserved, decode_reservation, join, singles
+from kv_events.reservations import CHOICES, Progressed, Reserved, decode_record, join, singles
 from kv_events.streams import split_group
 
 _MAX_REQUESTS = 65_536
@@ -94,7 +94,7 @@ class Selection:
 
     def _takes_choice(self, channel: int, payload: bytes) -> bool:
         try:
-            found = decode_reservation(payload) if channel == Channel.RESERVATIONS else decode_decision(payload)
+            found = decode_record(channel, payload)
         except RecordRejectedError:
             return False
         if isinstance(found, Progressed):

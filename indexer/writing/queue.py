@@ -27,7 +27,7 @@ _MAX_RECORDS, _MAX_BYTES_AT_ONCE = 1000, 4 * 2**20
 _GROUP_BYTES = 192
 """What records that come together take in memory beside themselves."""
 _GATHER_S = 0.01
-"""Time after the begin of a write in which further records wait for the next one."""
+"""Time after the start of a write in which further records wait for the next one."""
 _MAX_BYTES = 2 * 2**30
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 _STOP_S = 2.0

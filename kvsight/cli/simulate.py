@@ -98,14 +98,13 @@ def simulate(
     policies = list(dict.fromkeys(policy or POLICIES))
     for name in policies:
         create_policy(name, seed)
+        if record is not None:
+            check_new_log(record / name)
     generated = WorkloadSettings(num_requests=requests or _NUM_REQUESTS, seed=seed)
     if agents:
         generated = replace(generated, agent_share=1.0, subagent_share=_SUBAGENT_SHARE)
     workload = generate(generated) if trace is None else MooncakeTrace(trace)
     load_kernels()
-    if record is not None:
-        for name in policies:
-            check_new_log(record / name)
     with policy_progress() as progress:
         reports = run(workload, settings, policies, progress)
     if html is not None:

@@ -95,8 +95,9 @@ def _print_past(source: LogInput, selection: Selection, limit: int | None, full:
     encode, write, num_left = msgspec.json.Encoder().encode, sys.stdout.buffer.write, limit
     for chunk in source.chunks("reading"):
         for index, record in selection.records(chunk):
-            is_shown = full or record.channel in OF_EVENTS
-            for each in full_records(index, record) if full else [of_record(record)] * is_shown:
+            if not full and record.channel not in OF_EVENTS:
+                continue
+            for each in full_records(index, record) if full else [of_record(record)]:
                 if isinstance(each, RecordLine):
                     _show(each, as_json)
                 else:
