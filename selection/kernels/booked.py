@@ -156,26 +156,31 @@ def count_own(pages: BookedPages, hashes: U64Input, place: int) -> int:
     return own
 
 
-@helper
-def _counts(pages: BookedPages, page: U64, place: int, now: float) -> bool:
-    """Return whether a page is predicted at a time, or, if it is negative, booked."""
-    entry = find(pages.table, _key(page, place))
+@inline_helper
+def _counts(pages: BookedPages, entry: int, now: float) -> bool:
+    """Return whether a page is predicted at a time, or, if it is negative, booked. entry: -1 if there is none."""
     return entry >= 0 and (pages.references[entry] > 0 if now < 0 else pages.predicted_until[entry] > now)
 
 
 @helper
-def _length(pages: BookedPages, hashes: U64Input, place: int, now: float, guess: int) -> int:
-    """Return the number of leading pages that count, see `_counts`. guess: it, perhaps. Two lookups are enough then."""
-    low, high = int64(0), int64(hashes.shape[0])
-    if guess > 0 and _counts(pages, hashes[guess - 1], place, now):
-        low = guess
-    elif guess > 0:
-        high = guess - 1
-    if low == guess and guess < high and not _counts(pages, hashes[guess], place, now):
+def _entries(pages: BookedPages, hashes: U64Input, place: int, length: int) -> tuple[int, int]:
+    """Return the entry of the last of some leading pages, and that of the page after them. -1: none."""
+    last = find(pages.table, _key(hashes[length - 1], place)) if length > 0 else int64(-1)
+    after = find(pages.table, _key(hashes[length], place)) if length < hashes.shape[0] else int64(-1)
+    return last, after
+
+
+@helper
+def _length(pages: BookedPages, hashes: U64Input, place: int, now: float, guess: int, entries: tuple[int, int]) -> int:
+    """Return the number of leading pages that count, see `_counts`. guess: it, perhaps. entries: see `_entries`."""
+    low, high, (last, after) = guess, int64(hashes.shape[0]), entries
+    if guess > 0 and not _counts(pages, last, now):
+        low, high = int64(0), guess - 1
+    elif not _counts(pages, after, now):
         high = guess
     while low < high:
         middle = (low + high) // 2
-        if _counts(pages, hashes[middle], place, now):
+        if _counts(pages, find(pages.table, _key(hashes[middle], place)), now):
             low = middle + 1
         else:
             high = middle
@@ -188,10 +193,17 @@ def booked_lengths(pages: BookedPages, hashes: U64Input, places: I32Vector, now:
 
     places: int32[n], -1 for ranks without bookings. out: int64[n, 2]
     """
-    guess = int64(hashes.shape[0])
+    guess = int64(hashes.shape[0])  # that of one place is tried for the next one
     for row in range(places.shape[0]):
         out[row, 0] = out[row, 1] = int64(0)
         place = int64(places[row])
-        if place >= 0 and hashes.shape[0] > 0 and find(pages.table, _key(hashes[0], place)) >= 0:
-            guess = out[row, 0] = _length(pages, hashes, place, -1.0, guess)
-            out[row, 1] = _length(pages, hashes, place, now, guess)
+        if place < 0 or hashes.shape[0] == 0:
+            continue
+        entries = _entries(pages, hashes, place, guess)
+        if entries[0] < 0 and find(pages.table, _key(hashes[0], place)) < 0:
+            continue
+        length = _length(pages, hashes, place, -1.0, guess, entries)
+        if length != guess:
+            guess, entries = length, _entries(pages, hashes, place, length)
+        out[row, 0] = length
+        out[row, 1] = _length(pages, hashes, place, now, guess, entries)
