@@ -15,18 +15,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.client import HTTPConnection
-from statistics import median
 
 import msgspec
 
-from benchmarks.peers.clients import NAME_GAP, paced_us
+from benchmarks.peers.clients import NAME_GAP
 from benchmarks.peers.engines import BLOCK_SIZE, PAGES, holding, prompts, register
-from benchmarks.peers.queries import CONNECTIONS, SECONDS, compared_rates, measured, own_bodies, rounds
+from benchmarks.peers.queries import CONNECTIONS, compared_rates, half_load_us, measured, own_bodies, rounds
 from benchmarks.peers.services import KVSIGHT, Service, dynamo, posted, running
 from benchmarks.report import Figure, figure, main, percentile
 from benchmarks.services import broker
 
-WORKERS, ASKED_PAGES, HALF_LOAD_PAGES, ROUNDS = (8, 64), (8, 64, 512), 64, 5
+WORKERS, ASKED_PAGES, HALF_LOAD_PAGES = (8, 64), (8, 64, 512), 64
 _WARM_UPS = 10
 _PEER_THREADS = 2
 _LIFE = f"POST /reservations/{NAME_GAP}/prefill_complete DELETE /reservations/{NAME_GAP}"
@@ -115,9 +114,7 @@ def _figures(services: list[HTTPConnection], num_workers: int) -> Iterator[Figur
             if pages == HALF_LOAD_PAGES and not steps:
                 names, rates_of = ("kvsight", "kvsight with Kafka", "Dynamo"), (ours, durable, theirs)
                 for name, service, rates in zip(names, services, rates_of, strict=True):
-                    took = [
-                        paced_us(service, bodies, CONNECTIONS, SECONDS, median(rates) / 2, path) for _ in range(ROUNDS)
-                    ]
+                    took = half_load_us(service, bodies, rates, path)
                     for percent in (50, 99):
                         values = [percentile(each, percent) for each in took]
                         yield figure(

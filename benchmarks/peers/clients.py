@@ -58,22 +58,15 @@ def paced_us(
     seconds: float,
     rate: float,
     path: str = "/query",
-    *,
-    is_sparing: bool = False,
 ) -> list[float]:
     """Send requests at a fixed rate, and return how long each answer took since its request was due, in us.
 
-    A request that is due while no connection is free waits for one. is_sparing: leave the processor to others between
-    requests. Up to 2 ms by which a request is then sent late do not count. Raises RuntimeError for an answer that is
-    not 200.
+    A request that is due while no connection is free waits for one. Raises RuntimeError for an answer that is not 200.
     """
-    grace_s = 0.002 if is_sparing else 0.0
     requests = cycle([_request(service, path, body, number) for number, body in enumerate(bodies)])
     names, gap = (f"{secrets.token_hex(4)}{number:08x}".encode() for number in count()), NAME_GAP.encode()
     lines = {line.fileno(): line for line in (_line(service) for _ in range(connections))}
-    poll, free, late = select.epoll(), deque(lines), deque[float]()
-    for line in lines:
-        poll.register(line, select.EPOLLIN)
+    free, late = deque(lines), deque[float]()
     due_at, received, took = dict[int, float](), dict.fromkeys(lines, b""), list[float]()
     due, end = time.perf_counter(), time.perf_counter() + seconds
     while due < end or len(free) < connections:
@@ -81,16 +74,16 @@ def paced_us(
             late.append(due)
             due += 1 / rate
         while late and free:
-            line, now, when = free.popleft(), time.perf_counter(), late.popleft()
-            due_at[line] = now if now - when <= grace_s else when
+            line = free.popleft()
+            due_at[line] = late.popleft()
             lines[line].sendall(next(requests).replace(gap, next(names)))
-        for line, _ in poll.poll(max(0.0, due - time.perf_counter()) if is_sparing else 0):
+        wait_s = max(0.0, due - time.perf_counter())
+        for line in select.select(lines, (), (), wait_s)[0]:  # epoll waits for whole milliseconds
             received[line] += lines[line].recv(2**16)
             if _is_complete(received[line]):
                 took.append((time.perf_counter() - due_at[line]) * 1e6)
                 received[line] = b""
                 free.append(line)
-    poll.close()
     for each in lines.values():
         each.close()
     return took

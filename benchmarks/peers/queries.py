@@ -6,7 +6,8 @@ wrk asks, except in the last two modes:
     varying       the same; in turn, requests have salts or adapters of their own, a routing group, or another form
     (no name)     all requests are equal
     aiohttp       own headers, by aiohttp's client
-    half load     own headers, at half of the rate that the service reached; the latency since a request was due
+    half load     own headers, at half of the rate that the service reached; the latency since a request was due.
+                  The service and the client go before all other processes
 """
 
 import json
@@ -28,7 +29,7 @@ import numpy as np
 from benchmarks import bench_http
 from benchmarks.peers.clients import NAME_GAP, aiohttp_rate, paced_us
 from benchmarks.peers.engines import BLOCK_SIZE, holding, prompts
-from benchmarks.peers.services import KVSIGHT, dynamo, running
+from benchmarks.peers.services import KVSIGHT, dynamo, running, undisturbed
 from benchmarks.report import Figure, figure, percentile
 
 MANY_WORKERS = 1000
@@ -206,9 +207,17 @@ def _python_clients(
     yield from compared_rates(f"{row}, aiohttp", *by_aiohttp, "≥ 1")
     if row.endswith(f" {_HALF_LOAD_PAGES} pages"):
         for name, goal, service, rate in zip(("kvsight", "Dynamo"), ("≤ 1000", ""), services, rates, strict=True):
-            runs = [paced_us(service, bodies, CONNECTIONS, SECONDS, median(rate) / 2) for _ in range(ROUNDS)]
+            runs = half_load_us(service, bodies, rate)
             yield figure(f"{row}, half load: {name}", "us", [percentile(took, 50) for took in runs])
             yield figure(f"{row}, half load, p99: {name}", "us", [percentile(took, 99) for took in runs], goal)
+
+
+def half_load_us(
+    service: HTTPConnection, bodies: Sequence[bytes], rates: list[float], path: str = "/query"
+) -> list[list[float]]:
+    """Return how long each answer took in some rounds, see `paced_us`, at half of the rate that a service reached."""
+    with undisturbed(service):
+        return [paced_us(service, bodies, CONNECTIONS, SECONDS, median(rates) / 2, path) for _ in range(ROUNDS)]
 
 
 def _compared(services: list[HTTPConnection], body: bytes, row: str, goal: str) -> Iterator[Figure]:
