@@ -104,7 +104,9 @@ class KernelConnections:
         self._limited_logger = RateLimitedLogger(logger, "direct connections")
         self._owners: dict[int, Owner] = {}  # by file descriptor
         self._templates = TemplateTable()
-        self._answered_at = np.zeros(0)  # by file descriptor
+        self._answered_at: dict[int, float] = {}  # by file descriptor
+        self._ready = list[int]()  # the connections of this pass
+        self._borders = list[list[int]]()  # see `SocketBuffers.borders`
         self._at_once = MOST_AT_ONCE
         self._epoll: select.epoll | None = None
         self._use(_empty_buffers())
@@ -129,8 +131,6 @@ class KernelConnections:
         except OSError:
             self._close_if_unused()
             raise
-        if connection >= len(self._answered_at):
-            self._answered_at = np.resize(self._answered_at, 2 * connection + 1)
         self._answered_at[connection] = loop.time()
         self._owners[connection] = owner
 
@@ -143,8 +143,8 @@ class KernelConnections:
             self._close_if_unused()
 
     def answered_at(self, connection: int) -> float:
-        """Return the time of the last answer, by the clock of the loop."""
-        return float(self._answered_at[connection])
+        """Return the time of the last pass that answered a request of a connection, by the clock of the loop."""
+        return self._answered_at[connection]
 
     def _close_if_unused(self) -> None:
         if self._epoll is not None and not self._owners:
@@ -162,11 +162,14 @@ class KernelConnections:
         ready = [connection for connection, _ in self._epoll.poll(0, self._at_once) if connection in self._owners]
         if not ready:
             return
-        self._sockets.connections[: len(ready)] = ready
-        read_requests(self._pinned, self._templates.pinned, len(ready))
-        for number, template in enumerate(self._sockets.templates[: len(ready)].tolist()):
+        count, sockets = len(ready), self._sockets
+        sockets.connections[:count] = ready
+        read_requests(self._pinned, self._templates.pinned, count)
+        self._ready, self._borders = ready, sockets.borders[:count].tolist()
+        for number, template in enumerate(sockets.templates[:count].tolist()):
             alike.setdefault(template, []).append(number)
-        read_s = (time.perf_counter() - began) / len(ready)
+        self._answered_at.update(dict.fromkeys(ready, asyncio.get_running_loop().time()))
+        read_s = (time.perf_counter() - began) / count
         alike.pop(UNREAD, None)
         pending = [self._request(number) for number in alike.pop(UNRECOGNISED, ())]
         for template, members in alike.items():
@@ -178,7 +181,7 @@ class KernelConnections:
                     self._abort(ready[number], self._owners[ready[number]])
         for each in pending:  # which may add templates
             self._hand_over(each)
-        fitting = int(_PASS_S * len(ready) / (time.perf_counter() - began))
+        fitting = int(_PASS_S * count / (time.perf_counter() - began))
         self._at_once = max(1, min(MOST_AT_ONCE, 2 * self._at_once, fitting))
 
     def _answer_alike(self, template: RequestTemplate, members: list[int], read_s: float) -> list[_Pending]:
@@ -186,47 +189,40 @@ class KernelConnections:
 
         members: the numbers of the requests. read_s: seconds in which each one was read.
         """
-        began = time.perf_counter()
+        began, count = time.perf_counter(), len(members)
         plan = self._plan(template)
         if plan is None:
             return [self._request(number) for number in members]
-        first = int(self._sockets.connections[members[0]])
-        self._prepare(self._owners[first].response_headers(), plan.answer_bytes)
-        sockets, pending = self._sockets, list[_Pending]()
-        names = self._names(members) if template.is_named else []
-        sockets.members[: len(members)] = members
-        served = sockets.members[: len(members)]
-        if plan.answer_requests(self._pinned, len(members), self._head_size, self._times(), names) < len(members):
-            outcomes = sockets.outcomes[served]
-            pending = [self._request(number) for number in served[outcomes == RETURNED].tolist()]
-            pending += [self._rest(number) for number in served[outcomes == CUT].tolist()]
-            served = served[outcomes != RETURNED]
-        if len(served):
-            self._answered_at[sockets.connections[served]] = asyncio.get_running_loop().time()
-            if template.path:
-                self._note(template.path, read_s + (time.perf_counter() - began) / len(served), len(served))
+        self._prepare(self._owners[self._ready[members[0]]].response_headers(), plan.answer_bytes)
+        names, pending = [self._name(number) for number in members] if template.is_named else [], list[_Pending]()
+        self._sockets.members[:count] = members
+        if plan.answer_requests(self._pinned, count, self._head_size, self._times(), names) < count:
+            outcomes = list(zip(members, self._sockets.outcomes[members].tolist(), strict=True))
+            pending = [self._request(number) for number, outcome in outcomes if outcome == RETURNED]
+            count -= len(pending)
+            pending += [self._rest(number) for number, outcome in outcomes if outcome == CUT]
+        if count and template.path:
+            self._note(template.path, read_s + (time.perf_counter() - began) / count, count)
         return pending
 
     def _request(self, number: int) -> _Pending:
-        begin, end, *_ = self._sockets.borders[number].tolist()
-        return _Pending(int(self._sockets.connections[number]), data=self._sockets.data[begin:end].tobytes())
+        begin, end, *_ = self._borders[number]
+        return _Pending(self._ready[number], data=self._sockets.data[begin:end].tobytes())
 
-    def _names(self, members: list[int]) -> list[str]:
-        data, borders = self._sockets.data.data, self._sockets.borders[members, NAME : NAME_END + 1].tolist()
-        return [str(data[begin:end], "ascii") for begin, end in borders]
+    def _name(self, number: int) -> str:
+        borders = self._borders[number]
+        return str(self._sockets.data.data[borders[NAME] : borders[NAME_END]], "ascii")
 
     def _rest(self, number: int) -> _Pending:
         begin, end = self._sockets.rest_borders[number].tolist()
-        return _Pending(int(self._sockets.connections[number]), rest=self._sockets.rests[begin:end].tobytes())
+        return _Pending(self._ready[number], rest=self._sockets.rests[begin:end].tobytes())
 
     def _hand_over(self, pending: _Pending) -> None:
         """Let its owner go on with a connection: answer a request at once, or take the connection back."""
         connection, data, rest = pending
         owner = self._owners[connection]
         try:
-            if data and owner.answer_now(data):
-                self._answered_at[connection] = asyncio.get_running_loop().time()
-            else:
+            if not (data and owner.answer_now(data)):
                 self.leave(connection, owner)
                 owner.resume(data, rest)
         except Exception as error:  # noqa: BLE001  (the others are served)
