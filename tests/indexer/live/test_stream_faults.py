@@ -5,6 +5,7 @@ A real broker, a real `kvsight serve` and real publisher processes.
 
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -81,22 +82,25 @@ def test_an_engine_whose_clock_had_run_ahead_is_believed_after_its_restart(
         assert_view_becomes_right(service, engine)
 
 
-@pytest.mark.parametrize(
-    ("epoch", "far", "block_size"),
-    [(2**62, 5, BLOCK_SIZE), (2**62, None, 2 * BLOCK_SIZE), (None, 5, BLOCK_SIZE), (None, 2**63, BLOCK_SIZE)],
-)
-def test_one_forged_record_of_a_future_epoch_or_far_ahead_hides_nothing_for_long(
-    service: ServiceProcess, topics: dict[str, Any], worker: str, epoch: int | None, far: int | None, block_size: int
+FORGED = [(2**62, 5, BLOCK_SIZE), (2**62, None, 2 * BLOCK_SIZE), (None, 5, BLOCK_SIZE), (None, 2**63, BLOCK_SIZE)]
+"""Epoch of a forged record, by how much its number is ahead, and its block size. None: the engine's epoch, number 0."""
+
+
+def test_forged_records_of_a_future_epoch_or_far_ahead_hide_nothing_for_long(
+    service: ServiceProcess, topics: dict[str, Any]
 ) -> None:
-    with PublishingProcess(worker, **topics) as engine:
-        engine.store(1, 2)
-        assert_view_becomes_right(service, engine)
-        seq = 0 if far is None else min(service.listener(worker)["seq"] + far, 2**63 - 1)
-        write_events(topics, forged(engine, epoch or engine.epoch, seq, block_size))
-        if epoch is not None:
-            wait_until(lambda: service.listener(worker)["epoch"] == epoch, what="the forged epoch")
-        engine.store(3)
-        assert_view_becomes_right(service, engine)
+    with ExitStack() as stack:
+        engines = [stack.enter_context(PublishingProcess(uuid.uuid4().hex, **topics)) for _ in FORGED]
+        for engine, (epoch, far, block_size) in zip(engines, FORGED, strict=True):
+            engine.store(1, 2)
+            assert_view_becomes_right(service, engine)
+            seq = 0 if far is None else min(service.listener(engine.worker)["seq"] + far, 2**63 - 1)
+            write_events(topics, forged(engine, epoch or engine.epoch, seq, block_size))
+            if epoch is not None:
+                wait_until(lambda e=engine, n=epoch: service.listener(e.worker)["epoch"] == n, what="the forged epoch")  # type: ignore[misc]
+            engine.store(3)
+        for engine in engines:
+            assert_view_becomes_right(service, engine)
 
 
 def test_a_clock_two_hours_ahead_and_back_again_silences_no_worker(
