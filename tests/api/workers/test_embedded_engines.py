@@ -46,19 +46,6 @@ async def test_a_salt_of_the_registration_holds_where_events_name_none() -> None
         assert await served.gpu(TOKENS) == 0
 
 
-async def test_an_engine_that_is_not_there_is_pending_and_one_that_went_has_failed() -> None:
-    engine = ZmqEngine()
-    async with service() as served:
-        body = {"instance_id": 1, "endpoint": "tcp://127.0.0.1:1", "model_name": "m", "block_size": 4}
-        await served.client.post("/register", json=body)
-        assert (await served.listener())["status"] == "pending"
-        await served.client.post("/unregister", json=body)
-        await served.register(engine)
-        await async_wait_for(served.listener, lambda found: found["status"] == "active", what="connected")
-        await asyncio.to_thread(engine.stop)
-        await async_wait_for(served.listener, lambda found: found["status"] == "failed", what="seen to be away")
-
-
 async def shows(served: Service, state: str, reason: str, rank: int = 0) -> dict[str, Any]:
     """Wait until the stream of a rank is in a state, and return it."""
     return await async_wait_for(
