@@ -29,20 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 QUERY = {"model_name": "m", "token_ids": TOKENS}
 
 
-async def test_queries_are_answered_over_real_connections(fed: HandFed) -> None:
-    async with served(fed.consumer) as client:
-        await fed.hold(Stream("1"), TOKENS)
-        assert (await client.post("/query", json=QUERY)).json()["scores"] == {"1": {"0": 16}}
-        assert len((await client.get("/dump")).json()["m:default"]["events"]) == 4
-        lengths = [n % 17 for n in range(100)]
-        bodies = [{"model_name": "m", "token_ids": TOKENS[:n]} for n in lengths]
-        answers = await asyncio.gather(*(client.post("/query", json=body) for body in bodies))
-        found = [answer.json()["scores"].get("1", {"0": 0})["0"] for answer in answers]
-        assert found == [n // 4 * 4 for n in lengths]
-    with pytest.raises(OSError, match="onnect"):
-        await asyncio.open_connection(client.base_url.host, client.base_url.port)
-
-
 async def test_a_body_over_the_limit_gets_a_413_from_a_real_server() -> None:
     async with a_service(max_body_bytes=1024) as connect:
         line = await connect()

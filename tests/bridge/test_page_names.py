@@ -94,22 +94,6 @@ def test_a_parent_under_another_salt_is_not_the_parent() -> None:
     assert rig.counters.unknown_parents == 1
 
 
-@pytest.mark.parametrize(
-    ("fields", "last"),
-    [
-        ({"lora_name": "ad"}, 0x3A2B86E7E7B7D2B2),
-        ({"cache_salt": "x"}, 0x592AD9BD00FFAEB5),
-        ({"lora_name": "ad", "cache_salt": "x"}, 0xF825316CBB67C828),
-    ],
-)
-def test_the_pages_of_a_namespace_are_chained_with_the_base(fields: dict[str, Any], last: int) -> None:
-    tokens = list(range(1, 17))
-    first = stored(HASHES[:3], tokens[:12], **fields)
-    rig = Rig().take(first, stored(HASHES[3:], tokens[12:], parent=13, **fields), form="map")
-    assert on(GPU, [last]) <= rig.pages
-    assert len(rig.pages) == 4
-
-
 def test_extra_keys_that_are_unknown_keep_a_page_apart_from_the_plain_one() -> None:
     rig = Rig().take(*whole(extra_keys=[None, [b"embeds"], [{"kind": "new"}], [["?", "?"]]]))
     assert len(rig.pages) == 4

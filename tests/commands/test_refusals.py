@@ -18,6 +18,7 @@ from tests.support.log.records import Stream, stored
 PAIRS = "give either {} or {}, not both".format
 LEVELS = "expected one of 'debug', 'info', 'warning', 'error'"
 LIVE = "LOG --diff LOG"
+RECORD = "record DIR/new --kafka 127.0.0.1:9"
 OPTIONS = [
     ("serve --port 99999", "--port: got 99999, expected a port in 1 .. 65535"),
     ("serve --kafka a:1 --event-log-dir b", PAIRS("--kafka", "--event-log-dir")),
@@ -57,6 +58,16 @@ OPTIONS = [
     ("query --show-hashes --tokens 1 --lora \udcff", "--lora"),
     ("query PROMPT --url http://127.0.0.1:9", "127.0.0.1:9"),
     ("record DIR/record --kafka 127.0.0.1:9 --once", "127.0.0.1:9"),
+    (f"{RECORD} --from soon", "kvsight: --from: got 'soon', expected a time"),
+    (f"{RECORD} --to 12", "kvsight: --to: got 12; a topic has no index: give a time or PARTITION:OFFSET,..."),
+    (f"{RECORD} --from 0:1 --channel control", "kvsight: --from and --to name offsets of the events' topic"),
+    (f"{RECORD} --channel x", "--channel: got 'x', expected one of events, control, decisions, dead_letters"),
+    (f"{RECORD} --max-age long", "--max-age: got 'long', expected a positive number with one of the units s, "),
+    ("serve --port 0 --record-keep soon", "kvsight: --record-keep: got 'soon', expected a positive number"),
+    ("serve --port 0 --record-max-bytes 20", "--record-max-bytes: got '20', expected at least 16MiB"),
+    ("serve --port 0 --record-max-bytes 20GB", "--record-max-bytes: got '20GB', expected a positive number"),
+    ("serve --port 0 --record /proc/nowhere", "kvsight: /proc/nowhere: "),
+    ("serve --port 0 --record /tmp/r --event-log-dir /tmp/e", "kvsight: --record: got '/tmp/r', expected none"),
     ("tail --limit 0", "--limit: got '0', expected a number greater than or equal to 1"),
     ("tail --kafka a:1 --log b", PAIRS("--kafka", "--log")),
     ("tail --from-beginning", "--from-beginning needs --kafka or --log"),
@@ -102,6 +113,11 @@ OPTIONS = [
     (f"replay {LIVE} --at @5", "--at @5 is before the start of the log"),
     ("replay LOG --diff http://localhost:1 --to 2", "no other moment than now"),
     (f"replay {LIVE} --serve", "give either --serve or --diff"),
+    ("replay --serve", "give the folder of an event log"),
+    ("replay LOG --serve --json", "give either --serve or --json, not both"),
+    ("replay LOG --serve --at 9", "--at 9 is behind the end of the log, whose moments are 1 to "),
+    ("replay LOG --serve --at soon", "--at: got 'soon', expected a time"),
+    ("replay DIR/none --serve", "no such folder"),
     (f"replay {LIVE} --query prompt.json", "give either --diff or --query"),
     ("replay LOG --diff /nowhere", "/nowhere: no such folder"),
     ("explain LOG --prompt PROMPT --at @1", "is before the start of the log"),
@@ -225,7 +241,9 @@ def test_what_is_wrong_is_one_line(
     shown = kvsight(words, stdin)
     *context, line = shown.errors.splitlines(keepends=True)
     assert (shown.code, shown.out, line[:9]) == (2, "", "kvsight: "), shown
-    assert all(each.startswith("recording topic ") or ": views as of " in each for each in context), shown
+    assert all(
+        ("--once" in words and each.startswith("recording topic ")) or ": views as of " in each for each in context
+    ), shown
     assert said in line
     assert "secret" not in line
     assert not (folder / "new").exists()

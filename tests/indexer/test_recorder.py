@@ -39,7 +39,10 @@ def damage_the_last(folder: Path, where: slice) -> Path:
     return path
 
 
-async def test_a_disk_that_hangs_is_reported_and_holds_up_nothing(tmp_path: Path) -> None:
+async def test_a_disk_that_hangs_is_reported_and_holds_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.recording.recorder._STUCK_S", 1.0)
     answers = threading.Event()
 
     def hang(_segment: DeletedSegment) -> None:

@@ -222,29 +222,3 @@ def test_a_range_of_one_worker_is_copied_with_its_control_messages(topics: dict[
 def recorded_again(topics: dict[str, Any], folder: Path, workers: set[bytes]) -> bool:
     assert kvsight("record", folder, "--once", environment=topics).returncode == 0
     return {record.key.split(b"/")[2] for record in records_of(folder)} == workers
-
-
-KAFKA = ["--kafka", "127.0.0.1:9"]
-RECORD, SERVE = ["record", "/tmp/kvsight-nowhere", *KAFKA], ["serve", "--port", "0"]
-
-
-@pytest.mark.parametrize(
-    ("command", "flags", "line"),
-    [
-        (RECORD, ["--from", "soon"], "--from: got 'soon', expected a time"),
-        (RECORD, ["--to", "12"], "--to: got 12; a topic has no index: give a time or PARTITION:OFFSET,..."),
-        (RECORD, ["--from", "0:1", "--channel", "control"], "--from and --to name offsets of the events' topic"),
-        (RECORD, ["--channel", "x"], "--channel: got 'x', expected one of events, control, decisions, dead_letters"),
-        (RECORD, ["--max-age", "long"], "--max-age: got 'long', expected a positive number with one of the units s, "),
-        (SERVE, ["--record-keep", "soon"], "--record-keep: got 'soon', expected a positive number"),
-        (SERVE, ["--record-max-bytes", "20"], "--record-max-bytes: got '20', expected at least 16MiB"),
-        (SERVE, ["--record-max-bytes", "20GB"], "--record-max-bytes: got '20GB', expected a positive number"),
-        (SERVE, ["--record", "/proc/nowhere"], "/proc/nowhere: "),
-        (SERVE, ["--record", "/tmp/r", "--event-log-dir", "/tmp/e"], "--record: got '/tmp/r', expected none"),
-    ],
-)
-def test_wrong_flags_are_one_line(command: list[str], flags: list[str], line: str) -> None:
-    done = kvsight(*command, *flags)
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
-    assert done.stderr.startswith(f"kvsight: {line}")
-    assert not Path("/tmp/kvsight-nowhere").exists()

@@ -49,26 +49,6 @@ def mamba(worker: str = "w0", **more: Any) -> Stream:
     return Stream(worker, model="m#mamba", **more)
 
 
-def test_a_state_on_any_tier_counts_and_one_that_has_left_them_all_does_not(views: GroupViews) -> None:
-    states = mamba()
-    views.hold(Stream(), *range(1, 9))
-    views.hold(states, 7, tier=0)
-    views.hold(states, 7, tier=1)
-    views.send(states, removed([7], tier=0))
-    assert views.reusable() == {"w0": 28}
-    views.send(states, removed([7], tier=1))
-    assert views.reusable() == {}
-
-
-def test_each_tier_counts_what_is_reusable_from_it(views: GroupViews) -> None:
-    views.hold(Stream(), 1, 2, 3, 4)
-    views.hold(states := mamba(), 2, tier=0)
-    views.hold(states, 3, tier=1)
-    assert views.scores()["w0"].tiers == (8, 12, 12, 12)
-    views.send(states, removed([3], tier=1))
-    assert views.scores()["w0"].tiers == (8, 8, 8, 8)
-
-
 def test_a_view_is_as_trusted_as_those_of_its_groups(views: GroupViews) -> None:
     views.hold(Stream(), 1)
     states = mamba()

@@ -177,15 +177,6 @@ def test_scores_do_not_dip_during_a_resync_and_unnamed_pages_go_at_its_end(views
     assert (view.state, held(view)) == (ViewState.LIVE, {(1, 0), (2, 1)})
 
 
-def test_a_clear_forgets_every_tier_and_leaves_other_workers_alone(views: Views) -> None:
-    one, other = Stream("one"), Stream("other")
-    views.read(one.batch(stored((0, [1, 2])), stored((0, [1]), tier=2)), other.batch(stored((0, [1, 2]))))
-    views.read(one.batch(AllBlocksCleared()))
-    assert held(views.view(one)) == set()
-    assert held(views.view(other)) == other.held
-    assert views.view(one).state is ViewState.LIVE
-
-
 def test_a_record_that_breaks_the_contract_is_counted_and_touches_no_other_worker(
     views: Views, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,8 +15,6 @@ from kv_events.schema import CLOSED, BlockStored, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.memory import MemorySink
 from publisher.sinks.zmq import ZmqSink
-from simulation import SimulationSettings, WorkloadSettings, generate
-from simulation.live import memory_transport, publishing_fleet
 from tests.rigs.bridge import GPU, LiveBridge, on
 from tests.support.engines import event_payloads
 from tests.support.engines.event_payloads import names_of, payload
@@ -134,19 +132,3 @@ async def test_a_bridge_drops_the_pages_of_an_engine_that_closes_its_zmq_sink() 
             publisher.publish([BlockStored([1, 2], None, tokens, 4, medium=StorageMedium.GPU)])
             await bridge.shows(on(GPU, names_of(tokens)))
         await bridge.shows(set(), deadline_s=8)
-
-
-async def test_the_workers_of_a_simulation_leave_the_scores_when_it_ends() -> None:
-    log = MemoryLog()
-    consumer = create_consumer(IndexerSettings(), log)
-    settings = SimulationSettings(workers=2, capacity_tokens=4096, page_size=16)
-    async with consumer.running():
-        async with publishing_fleet(settings, "round-robin", memory_transport(log), consumer) as fleet:
-            for request in generate(WorkloadSettings(num_requests=4)):
-                fleet.run.step(request)
-            await fleet.wait_until_synced()
-            views = consumer.namespaces.views
-            assert [consumer.freshness.state(view) for view in views] == [ViewState.LIVE] * 2
-        await async_wait_until(lambda: all(view.is_closed for view in views), deadline_s=8, what="the closing records")
-        assert [consumer.freshness.state(view) for view in views] == [ViewState.EXPIRED] * 2
-        assert all(sum(view.num_pages) for view in views)

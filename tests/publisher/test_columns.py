@@ -9,40 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batch
-from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.limits import MAX_EVENTS_PER_BATCH
-from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
+from kv_events.schema import AllBlocksCleared, BlockRemoved, StorageMedium
 from kv_events.streams import StreamId
-from publisher.event_columns import derived_columns, medium_index, removed_words, stored_columns, token_rows
+from publisher.event_columns import medium_index, removed_words
 from publisher.kernels.changes import CLEARED, REMOVAL, PageChanges
 from publisher.kernels.events import PageEvents
 from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens, pack
 from tests.models.stream_reader import StreamReader
 from tests.rigs.publisher import make_publisher, stored
-from tests.support.log.records import words
-
-
-def a_store(**fields: Any) -> BlockStored:
-    values = {
-        "block_hashes": [1, 2],
-        "parent_block_hash": None,
-        "token_ids": list(range(8)),
-        "block_size": 4,
-        "sequence_hashes": words([11, 12]),
-        **fields,
-    }
-    return BlockStored(**values)
-
-
-def test_columns_state_what_the_events_state() -> None:
-    columns = stored_columns(
-        [a_store(), a_store(block_hashes=[3], parent_block_hash=2, token_ids=[], sequence_hashes=words([13]))], 4
-    )
-    assert columns.block_hashes.tolist() == [1, 2, 3]
-    assert columns.hashes.tolist() == [11, 12, 13]
-    assert columns.lengths.tolist() == [2, 1]
-    assert columns.parents.tolist() == [0, 2]
-    assert columns.has_parent.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("names", [[-1, -(2**63)], [2**64 - 1, 2**63], [-1, 2**63]])
@@ -53,25 +28,6 @@ def test_signed_and_unsigned_block_hashes_are_the_same_name(names: list[int]) ->
 def test_media_are_tiers_and_none_is_the_fastest() -> None:
     assert [medium_index(m) for m in (None, *StorageMedium)] == [0, 0, 1, 2, 3]
     assert medium_index("CPU_PINNED") == 1
-
-
-def test_hashes_are_derived_from_tokens_seed_and_parent() -> None:
-    event = a_store(sequence_hashes=b"", extra_key="salt")
-    expected = sequence_hashes(np.arange(8, dtype=np.uint32), 4, namespace_seed(cache_salt="salt"), 99)
-    assert derived_columns(event, 4, 99).hashes.tolist() == expected.tolist()
-
-
-def test_hashes_are_derived_from_pairs() -> None:
-    pairs = [(i, i + 1) for i in range(8)]
-    expected = sequence_hashes(np.arange(9, dtype=np.uint32), 4, is_bigram=True)
-    assert derived_columns(a_store(token_ids=pairs, sequence_hashes=b""), 4, None).hashes.tolist() == expected.tolist()
-
-
-def test_token_rows_are_the_pages_tokens() -> None:
-    assert token_rows(a_store(), 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    pairs = [(i, i + 1) for i in range(8)]
-    assert token_rows(a_store(token_ids=pairs), 4).tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
-    assert token_rows(a_store(token_ids=[]), 4).shape == (0, 0)
 
 
 @given(st.lists(st.integers(0, 25), max_size=12), st.integers(1, 10), st.randoms(use_true_random=False))
@@ -133,24 +89,6 @@ def groups_of(rows: list[tuple[int, int]]) -> list[int]:
 
 def read(events: list[bytes]) -> list[Any]:
     return decode_batch(encode_batch(STREAM, 16, 1, 0, 0.0, events, bytes(64))).steps
-
-
-def test_neighbours_of_one_kind_become_one_event() -> None:
-    steps = read(pack(changes((0, 1, 0), (0, 2, 1), (2, 3, 0), (REMOVAL, 1, 0), (REMOVAL, 2, 0), (0, 5, 0))))
-    assert [(type(s), s.medium, s.hashes.tolist()) for s in steps] == [
-        (StoredPages, 0, [1, 2]),
-        (StoredPages, 2, [3]),
-        (RemovedPages, 0, [1, 2]),
-        (StoredPages, 0, [5]),
-    ]
-    assert steps[0].block_hashes.tolist() == [1001, 1002]
-
-
-def test_a_chain_begins_where_a_pages_parent_is_not_the_page_before() -> None:
-    (step,) = read(pack(changes((0, 1, 7), (0, 2, 1), (0, 3, 2), (0, 4, 1), (0, 5, 0), (0, 6, 5))))
-    begins = np.unpackbits(step.chain_starts, count=6, bitorder="little").tolist()
-    assert begins == [1, 0, 0, 1, 1, 0]
-    assert step.parents.tolist() == [7, 1, 0]
 
 
 def test_stores_and_removals_in_turn_become_two_events() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from copy import deepcopy
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from simulation import (
     POLICIES,
     EngineSettings,
     PolicyReport,
-    Request,
     SimulationSettings,
     WorkerLoad,
     create_policy,
@@ -43,27 +41,6 @@ def test_random_repeats_itself_for_a_seed_only(make_fleet, prompts) -> None:
 def test_round_robin_goes_around(make_fleet, prompts) -> None:
     fleet = make_fleet("round-robin")
     assert [fleet.serve(prompts.request(50)) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-
-
-def test_the_default_returns_to_the_worker_that_holds_the_prompt(make_fleet, prompts) -> None:
-    fleet = make_fleet()
-    requests = [prompts.request(200) for _ in range(3)]
-    homes = [fleet.serve(request) for request in requests]
-    assert [fleet.serve(request) for request in requests * 2] == homes * 2
-
-
-def test_the_default_spreads_prompts_that_share_nothing(make_fleet, prompts) -> None:
-    fleet = make_fleet()
-    loads = Counter(fleet.serve(prompts.request(200)) for _ in range(30))
-    assert set(loads.values()) == {10}
-
-
-def test_the_default_does_not_pile_a_popular_prefix_on_one_worker(make_fleet, prompts) -> None:
-    fleet = make_fleet(capacity_tokens=2**16)
-    prefix = prompts.tokens(64)
-    requests = [Request(0.0, np.concatenate((prefix, prompts.tokens(400)))) for _ in range(60)]
-    loads = Counter(fleet.serve(request) for request in requests)
-    assert max(loads.values()) < 1.2 * 60 / 3
 
 
 def test_a_request_is_booked_for_as_long_as_an_idle_engine_needs(make_fleet, prompts) -> None:

@@ -1,22 +1,16 @@
 """Whole runs: caches, publishers, logs, index and policies together."""
 
 import math
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from indexer.replay import Replay
-from indexer.scores import stream_scores
-from kv_events.hashing import namespace_seed, sequence_hashes
-from kv_events.kafka.settings import KafkaSettings
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import MEDIA, StorageMedium
-from kv_events.streams import DEFAULT_TENANT
 from publisher.sinks.base import OutRecord
 from publisher.sinks.memory import MemorySink
 from simulation import (
@@ -30,7 +24,7 @@ from simulation import (
     generate,
     simulate,
 )
-from simulation.live import SimulationError, kafka_transport, live_fleet, memory_transport, run_live
+from simulation.live import SimulationError, live_fleet, memory_transport
 from simulation.run import TimedFleet
 from simulation.worker import divergent_pages
 from tests.support.log.records import log_records
@@ -105,34 +99,6 @@ async def test_no_view_diverges_on_any_medium(cache: str, requests: list[Request
             assert (worker.tiers is not None and worker.tiers.store.get_stats().num_evicted > 0) == settings.has_tiers
 
 
-@pytest.mark.parametrize("cache", ["hiradix", "himamba"])
-def test_lower_tiers_find_what_the_device_has_lost(cache: str, requests: list[Request]) -> None:
-    (flat,) = simulate(requests, replace(SMALL, cache=cache.removeprefix("hi")), ["round-robin"])
-    (tiered,) = simulate(requests, replace(SMALL, cache=cache), ["round-robin"])
-    assert tiered.divergent_pages == flat.divergent_pages == 0
-    assert tiered.found_share > 1.5 * flat.found_share
-
-
-@pytest.mark.parametrize("cache", ["hiradix", "himamba"])
-async def test_an_answer_distinguishes_gpu_cpu_and_disk(cache: str) -> None:
-    """Device of 64 pages, host of 97. Four others need the device, then the host, of a conversation's later turns."""
-    random = np.random.default_rng(3)
-
-    def extended(tokens: np.ndarray) -> np.ndarray:
-        return np.concatenate((tokens, random.integers(0, 1000, 256, dtype=np.uint32)))
-
-    system = extended(np.zeros(0, np.uint32))
-    talk = extended(extended(system))
-    settings = SimulationSettings(workers=1, capacity_tokens=1024, page_size=16, cache=cache, host_ratio=1.5)
-    async with live_fleet(settings, "random", memory_transport(MemoryLog())) as fleet:
-        for tokens in (system, talk[:512], talk, *(extended(system) for _ in range(4))):
-            fleet.run.step(Request(0.0, tokens))
-        await fleet.wait_until_synced()
-        (namespace,) = fleet.consumer.namespaces.find(settings.model_of("random"), DEFAULT_TENANT)
-        (answer,) = stream_scores(namespace, sequence_hashes(talk, 16, namespace_seed()), fleet.consumer.freshness)
-    assert answer.tiers == (256, 512, 768, 768)
-
-
 # --- a recorded run -------------------------------------------------------------------------------------------------
 
 
@@ -180,12 +146,3 @@ async def test_a_publisher_that_dies_ends_a_live_run_with_its_name() -> None:
     with pytest.raises(SimulationError, match=r"worker-0.*broken for good"):
         async with live_fleet(SMALL, "random", transport):
             pass
-
-
-async def test_a_run_through_kafka_does_not_diverge(kafka_bootstrap: str, requests: list[Request]) -> None:
-    suffix = uuid.uuid4().hex
-    transport = kafka_transport(
-        KafkaSettings(kafka=kafka_bootstrap, events_topic=f"events-{suffix}", control_topic=f"control-{suffix}")
-    )
-    report = await run_live(requests[:100], SMALL, "overlap-load", transport)
-    assert (report.divergent_pages, report.requests) == (0, 100)

@@ -88,14 +88,11 @@ class ControlledProcess:
         self.close_streams()
 
 
-class WallClock:
-    """Stands in for the clock of a process's machine, which a test cannot set."""
-
-    def __init__(self, ahead_s: float) -> None:
-        self.ahead_ns = int(ahead_s * 1e9)
-        right_ns = time.time_ns
-        time.time_ns = lambda: right_ns() + self.ahead_ns
-        time.time = lambda: time.time_ns() / 1e9
+def set_wall_clock(ahead_s: float) -> None:
+    """Inside such a process: set its wall clock, instead of that of the machine, which a test cannot set."""
+    ahead_ns, right_ns = int(ahead_s * 1e9), time.time_ns
+    time.time_ns = lambda: right_ns() + ahead_ns
+    time.time = lambda: time.time_ns() / 1e9
 
 
 def say(answer: object) -> None:

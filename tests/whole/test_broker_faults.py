@@ -1,4 +1,4 @@
-"""Kafka goes away, its topics are deleted, strangers write to them: views become right again, and the service says so.
+"""Kafka goes away, its topics are deleted: views become right again, and the service says so.
 
 A real broker, a real `kvsight serve` and real publisher processes.
 """
@@ -17,11 +17,9 @@ from aiokafka import TopicPartition
 from kv_events.kafka.connection import KafkaConnection
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.kafka.topics import inspect_topics
-from kv_events.records import LogRecord
-from tests.support.engines.publishing_process import BLOCK_SIZE, MODEL, PublishingProcess
-from tests.support.log.records import Stream, stored
+from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.servers.kafka_broker import KafkaBroker, administration
-from tests.support.servers.service_process import ServiceProcess, own_topics, write_events
+from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timing("a service and its views must recover within seconds")
@@ -30,8 +28,6 @@ _LONGEST_WRONG_S = 2.0
 """How long a view may be `live` although it lacks pages."""
 _ANSWERS = 20
 """Answers about a missing topic that are timed."""
-_RESYNCS_S = 8.0
-"""Alone on a machine it takes 2 s: six requests at five a second, and the resyncs."""
 _SINCE = re.compile(r"log unreadable since \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ: ")
 
 
@@ -161,37 +157,3 @@ async def test_a_reader_of_a_topic_that_is_deleted_asks_for_it_at_a_bounded_rate
         assert answers[_ANSWERS - 1] - answers[0] > 0.09 * (_ANSWERS - 1)
     finally:
         await consumer.stop()
-
-
-# --- strangers ------------------------------------------------------------------------------------------------------
-
-
-def batches_of_strangers() -> list[LogRecord]:
-    """Batches of 30 unknown workers and 70 unknown models, from the middle of their streams."""
-    strangers = [Stream(f"stranger-{i}", model=MODEL, block_size=BLOCK_SIZE) for i in range(30)]
-    strangers += [Stream("w", model=f"model-{i}") for i in range(70)]
-    for stranger in strangers:
-        stranger.batch()  # never sent
-    return [stranger.batch(stored((0, [1])), digest=bytes(64)) for stranger in strangers]
-
-
-def break_view(service: ServiceProcess, engine: PublishingProcess) -> LogRecord:
-    """Return a record that makes the view of an engine wrong until a resync."""
-    forged = Stream(engine.worker, model=MODEL, block_size=BLOCK_SIZE)
-    forged.epoch, forged.seq = engine.epoch, service.listener(engine.worker)["seq"] + 20
-    return forged.batch(stored((0, [99])))
-
-
-def test_resyncs_of_workers_do_not_wait_for_streams_without_a_publisher(
-    topics: dict[str, Any], engines: list[PublishingProcess], tmp_path: Path
-) -> None:
-    settings = {"KVSIGHT_MAX_NAMESPACES": 100, "KVSIGHT_SNAPSHOT_DIR": tmp_path, "KVSIGHT_SNAPSHOT_INTERVAL_S": 1}
-    with ServiceProcess(tmp_path, **topics, **settings) as service:
-        for engine in engines:
-            engine.store(1, 2, 3)
-        wait_until(lambda: are_right(service, engines), 60, "the pages of all engines")
-        write_events(topics, *batches_of_strangers())
-        wait_until(lambda: len(service.get("/workers").json()) == 106, 30, "all strangers")
-        write_events(topics, *(break_view(service, engine) for engine in engines))
-        wait_until(lambda: not are_right(service, engines), 30, "broken views")
-        wait_until(lambda: are_right(service, engines), _RESYNCS_S, "six resyncs")

@@ -10,7 +10,7 @@ from httpx import AsyncClient
 from kv_events.hashing import local_hashes, namespace_seed, sequence_hashes, token_array
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
-from tests.support.log.records import Stream, removed, stored
+from tests.support.log.records import Stream, stored
 
 TOKENS = list(range(1, 17))
 LONG = list(range(100, 128))
@@ -246,13 +246,6 @@ async def test_a_batch_answers_each_query_in_its_place(client: AsyncClient, fed:
         assert results[2]["default"]["1"]["GPU"] == 16
         assert results[5]["scores"] == {"1": {"0": 8}}
         assert [results[i]["status"] for i in (1, 3, 4)] == [404, 422, 422]
-
-
-async def test_removed_pages_no_longer_count(client: AsyncClient, fed: HandFed) -> None:
-    stream = Stream("1")
-    hashes = await fed.hold(stream, TOKENS)
-    await fed.feed(stream.batch(removed(hashes[2:])), stream.batch(stored((0, [77]))))
-    assert (await ask(client, **peer()))["scores"] == {"1": {"0": 8}}
 
 
 def states(worker: str = "1", **more: Any) -> Stream:

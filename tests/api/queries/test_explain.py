@@ -43,38 +43,28 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Scene]:
     return write_log(tmp_path_factory.mktemp("held"), scene.records), scene
 
 
-def body_of(scene: Scene) -> dict[str, Any]:
-    """The request for the victim at the moment of a scene."""
-    at = {} if scene.until is None else {"at": scene.until.time_s}
-    return {**scene.body, "worker": VICTIM, **at}
-
-
 async def explained(client: httpx.AsyncClient, body: dict[str, Any]) -> Explanation:
     answer = await client.post("/explain", json=body)
     assert answer.status_code == 200, answer.text
     return msgspec.json.decode(answer.content, type=Explanation)
 
 
-async def test_the_true_cause_is_answered(tmp_path: Path) -> None:
-    scene, truth = planted("not_known_yet", 100)
-    async with service(write_log(tmp_path, scene.records)) as client:
-        (worker,) = (await explained(client, body_of(scene))).workers
-    check_truth(worker, truth)
-
-
 async def test_a_log_whose_oldest_files_are_deleted_is_explained_from_its_key_frame(tmp_path: Path) -> None:
     scene, _ = planted("held", 103)
     write_late_log(tmp_path, scene.records, len(scene.records) - 3)
     async with service(tmp_path) as client:
-        (worker,) = (await explained(client, body_of(scene))).workers
+        (worker,) = (await explained(client, {**scene.body, "worker": VICTIM})).workers
     assert (worker.cause, worker.state, worker.held["gpu"]) == ("held", "live", scene.num_pages)
 
 
 async def test_the_client_explains_while_queries_are_answered(tmp_path: Path) -> None:
-    scene, truth = planted("cleared", 101)
+    scene, truth = planted("not_known_yet", 101)
+    assert scene.until is not None
     async with service(write_log(tmp_path, scene.records)) as http:
         client = AsyncClient("http://kvsight", transport=http._transport, timeout_s=60)
-        explaining = asyncio.create_task(client.explain(Prompt(MODEL, scene.tokens), worker=VICTIM))
+        explaining = asyncio.create_task(
+            client.explain(Prompt(MODEL, scene.tokens), worker=VICTIM, at=scene.until.time_s)
+        )
         refused = 0
         while not explaining.done():
             assert (await http.post("/query", json=QUERY)).status_code == 503  # it has applied nothing yet

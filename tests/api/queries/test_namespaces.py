@@ -30,7 +30,7 @@ from publisher.sinks.memory import MemorySink
 from simulation import Request, SimulationSettings
 from simulation.run import TimedFleet
 from tests.rigs.api import asking
-from tests.rigs.bridge import GPU, LiveBridge, Rig, on
+from tests.rigs.bridge import LiveBridge
 from tests.rigs.cache import CacheRig
 from tests.support.engines.event_payloads import cleared, names_of, payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
@@ -124,15 +124,6 @@ async def test_states_of_a_namespace_are_found_behind_its_pages(field: str) -> N
         own.publish(rig.cache.take_events())
         states.publish(rig.cache.take_group_events()[MAMBA_GROUP])
         await all_say(client, field, "gpu")
-
-
-@pytest.mark.parametrize("field", KINDS)
-def test_a_cache_and_a_bridge_give_a_page_the_same_name(field: str) -> None:
-    pages = [event for event in held_by_cache(KINDS[field]) if isinstance(event, BlockStored)]
-    names = np.frombuffer(b"".join(page.sequence_hashes for page in pages), "<u8").tolist()
-    namespace: dict[str, Any] = {field: "name"}
-    engine_event = stored([1, 2, 3, 4], TOKENS, **namespace)
-    assert Rig().take(engine_event, form="map").pages == on(GPU, names)
 
 
 def test_a_simulated_worker_gives_a_salted_page_the_same_name() -> None:

@@ -121,15 +121,6 @@ async def test_predictions_are_in_no_query() -> None:
         assert (await post(client, "/query"))["instances"] == {}
 
 
-async def test_a_prediction_ends() -> None:
-    async with fleet({}, {}, selection=SelectionSettings(predict_s=0.05)) as (client, _):
-        chosen = await post(client, "/select_and_reserve")
-        pinned = {"pinned_worker": {"worker_id": chosen["worker_id"], "dp_rank": 0}}
-        deadline = asyncio.get_running_loop().time() + 10
-        while "predicted" in (await post(client, "/select", **pinned))["overlap"]:
-            assert asyncio.get_running_loop().time() < deadline
-
-
 async def test_a_reservation_expires() -> None:
     async with fleet({}, selection=SelectionSettings(reservation_ttl_s=0.2)) as (client, _):
         await post(client, "/select_and_reserve", selection_id="a")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.api import samples
 from tests.support.engines.event_payloads import payload, removed, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
@@ -30,27 +29,6 @@ async def test_a_registered_engine_is_in_the_answers_until_it_is_unregistered() 
         assert (await served.client.get("/workers")).json() == []
 
 
-async def test_an_engine_may_come_back_under_the_same_name_and_is_read_from_the_beginning() -> None:
-    async with reading(with_replay=True) as (served, engine):
-        engine.send(payload(stored([1, 2], TOKENS[:8])))
-        await served.holds(8)
-        await served.client.post("/unregister", json={"instance_id": 1, "model_name": "m"})
-        await served.register(engine, replay_endpoint=engine.replay_endpoint)
-        await served.holds(8)
-
-
-async def test_one_rank_is_unregistered_and_the_others_stay() -> None:
-    with ZmqEngine() as first, ZmqEngine() as second:
-        async with service() as served:
-            await served.register(first)
-            await served.register(second, dp_rank=1)
-            first.send(payload(stored([1, 2], TOKENS[:8])))
-            second.send(payload(stored([1, 2, 3], TOKENS[:12]), rank=1))
-            await served.holds(12)
-            await served.client.post("/unregister", json={"instance_id": 1, "model_name": "m", "dp_rank": 1})
-            assert await served.gpu(TOKENS) == 8
-
-
 async def test_ranks_that_only_the_batches_named_go_with_the_engine() -> None:
     async with reading() as (served, engine):
         engine.send(payload(stored([1, 2], TOKENS[:8]), rank=3))
@@ -68,19 +46,6 @@ async def test_a_salt_of_the_registration_holds_where_events_name_none() -> None
         assert await served.gpu(TOKENS) == 0
 
 
-async def test_an_engine_that_is_not_there_is_pending_and_one_that_went_has_failed() -> None:
-    engine = ZmqEngine()
-    async with service() as served:
-        body = {"instance_id": 1, "endpoint": "tcp://127.0.0.1:1", "model_name": "m", "block_size": 4}
-        await served.client.post("/register", json=body)
-        assert (await served.listener())["status"] == "pending"
-        await served.client.post("/unregister", json=body)
-        await served.register(engine)
-        await async_wait_for(served.listener, lambda found: found["status"] == "active", what="connected")
-        await asyncio.to_thread(engine.stop)
-        await async_wait_for(served.listener, lambda found: found["status"] == "failed", what="seen to be away")
-
-
 async def shows(served: Service, state: str, reason: str, rank: int = 0) -> dict[str, Any]:
     """Wait until the stream of a rank is in a state, and return it."""
     return await async_wait_for(
@@ -93,20 +58,6 @@ async def shows(served: Service, state: str, reason: str, rank: int = 0) -> dict
 async def instance(served: Service) -> dict[str, Any]:
     answer = await served.client.post("/query", json={"model_name": "m", "token_ids": TOKENS})
     return answer.json().get("instances", {}).get("1", {})  # type: ignore[no-any-return]
-
-
-async def test_lost_batches_without_a_replay_socket_make_the_worker_stale() -> None:
-    async with reading(ZmqEngine(replay=False)) as (served, engine):
-        engine.send(payload(stored([1, 2], TOKENS[:8])))
-        await shows(served, "live", "")
-        engine.send(payload(stored([3], TOKENS[8:12], parent=2)), "lost")
-        engine.send(payload(stored([1, 2], TOKENS[:8])))
-        await shows(served, "stale", "batches lost: 1")
-        await async_wait_for(
-            lambda: instance(served), lambda found: (found.get("gpu"), found.get("state")) == (8, "stale")
-        )
-        assert [(await samples(served.client))["kvsight_workers", state] for state in ("stale", "live")] == [1, 0]
-        assert (await served.listener())["counters"]["resyncs"] == 1  # the initial one; more would not help
 
 
 async def test_a_dead_engine_is_stale_in_answers_with_growing_age_and_a_reason() -> None:

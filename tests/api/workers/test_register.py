@@ -152,11 +152,6 @@ async def test_what_is_not_acceptable_is_refused_by_name(
     assert (await client.get("/workers")).json() == []
 
 
-async def test_an_address_without_a_scheme_gets_the_peers_words(client: httpx.AsyncClient) -> None:
-    problem = check_problem(await client.post("/register", json={**PEER, "endpoint": "bad"}), 400)
-    assert problem["error"] == "invalid ZMQ endpoint `bad`: missing scheme"
-
-
 @pytest.mark.parametrize("field", ["instance_id", "endpoint", "model_name"])
 async def test_a_missing_field_is_named(client: httpx.AsyncClient, field: str) -> None:
     body = {name: value for name, value in PEER.items() if name != field}

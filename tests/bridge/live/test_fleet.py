@@ -102,12 +102,18 @@ async def test_adding_and_removing_twice_change_nothing() -> None:
         assert bridge.fleet.status() == []
 
 
-async def test_a_removed_engine_holds_nothing_and_may_come_back() -> None:
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_removed_engine_holds_nothing_and_may_come_back(is_cancelled: bool) -> None:
     async with bridged() as (engine, bridge):
         engine.send(STORE)
         await bridge.shows(PAGE)
-        await bridge.fleet.remove("w")
-        await bridge.shows(set())
+        removing = asyncio.create_task(bridge.fleet.remove("w"))
+        if is_cancelled:
+            await asyncio.sleep(0)
+            removing.cancel()
+        else:
+            await removing
+            await bridge.shows(set())
         await bridge.read(engine)
         await bridge.shows(PAGE)
 
@@ -139,17 +145,6 @@ async def test_a_worker_added_while_it_is_removed_is_read() -> None:
         assert await removing == [wanted]
         await bridge.shows(PAGE)
         assert bridge.status().failure is None
-
-
-async def test_a_worker_whose_removal_was_cancelled_may_come_back() -> None:
-    async with bridged() as (engine, bridge):
-        engine.send(STORE)
-        await bridge.shows(PAGE)
-        removing = asyncio.create_task(bridge.fleet.remove("w"))
-        await asyncio.sleep(0)
-        removing.cancel()
-        await bridge.read(engine)
-        await bridge.shows(PAGE)
 
 
 async def test_an_engine_whose_name_another_one_has_is_shown_as_such() -> None:

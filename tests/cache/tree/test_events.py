@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from engine_cache import BasePrefixCache, EvictParams, InsertParams, KVCacheEventMixin, RadixCache, RadixKey
 from engine_cache.tree import events
 from kv_events.errors import InvalidValueError
-from kv_events.hashing import namespace_seed
 from kv_events.schema import AllBlocksCleared, StorageMedium
 from tests.rigs.cache import AB, CPU, DISK, EXTERNAL, GPU, A, CacheRig, rigs, stored
 from tests.support.log.records import words
@@ -22,12 +20,6 @@ PAGES_OF_FOUR = {"page_size": 4, "device_pages": 8}
 def test_take_events_is_that_of_the_one_mixin(rig):
     assert type(rig.cache).take_events is KVCacheEventMixin.take_events
     assert KVCacheEventMixin.take_events is not BasePrefixCache.take_events
-
-
-@rigs("radix", **PAGES_OF_FOUR, seed_of_extra_key=lambda key: namespace_seed(lora_name=key))
-def test_the_seed_of_a_namespace_can_be_computed_by_the_owner(rig):
-    rig.insert([1, 2, 3, 4], "ad")
-    assert rig.cache.take_events()[0].sequence_hashes == words([0xE31F2294523CAC4F])
 
 
 @rigs("hiradix", "himamba", "mamba", enable_kv_cache_events=False)
@@ -51,12 +43,6 @@ def test_the_medium_is_gpu_by_default(rig, medium):
     rig.cache.events.store(node, medium)
     rig.cache.events.remove(node, medium=medium)
     assert [event.medium for event in rig.cache.take_events()] == [medium or GPU] * 2
-
-
-def test_media_are_their_strings_on_the_wire_too():
-    assert list(StorageMedium) == ["GPU", "CPU_PINNED", "DISK", "EXTERNAL"]
-    for medium in StorageMedium:
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(medium)) == medium.value
 
 
 def test_a_reset_is_reported_after_what_was_not_taken_yet():

@@ -59,7 +59,7 @@ async def test_no_answer_diverges_over_a_broker(kafka_bootstrap: str, requests: 
         KafkaSettings(kafka=kafka_bootstrap, events_topic="reuse-events", control_topic="reuse-control")
     )
     report = await run_live(requests[:60], SMALL, "round-robin", transport)
-    assert (report.divergent_pages, report.divergent_answers) == (0, 0)
+    assert (report.requests, report.divergent_pages, report.divergent_answers) == (60, 0, 0)
 
 
 def test_an_answer_that_is_wrong_is_counted(requests: list[Request]) -> None:

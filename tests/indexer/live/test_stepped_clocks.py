@@ -46,10 +46,6 @@ def wait_until_stepped(service: ServiceProcess, began: float, ahead_s: float) ->
     wait_until(lambda: abs(seconds_ahead(service, began) - ahead_s) < HOUR_S / 2, 60, "the clock to be stepped")
 
 
-def is_right(service: ServiceProcess, engine: PublishingProcess) -> bool:
-    return service.listener("w").get("state") == "live" and service.pages("w") == engine.held
-
-
 def states(service: ServiceProcess) -> set[tuple[str, str]]:
     """The state of the worker, asked again and again."""
     listener = service.listener("w")
@@ -63,14 +59,14 @@ def test_a_running_service_whose_clock_is_stepped_stays_right(
     with ServiceProcess(tmp_path, **topics, **clock, KVSIGHT_SNAPSHOT_DIR=tmp_path / "s") as service:
         engine.store(1, 2, 3)
         service.wait_until_ready()
-        wait_until(lambda: is_right(service, engine), 60, "the view before")
+        wait_until(lambda: service.is_right(engine), 60, "the view before")
         began = parsedate_to_datetime(service.get("/health").headers["date"]).timestamp()
         for number, ahead_s in enumerate(steps):
             clock.set(ahead_s)
             wait_until_stepped(service, began, ahead_s)
             assert service.query(MODEL, [1, 2, 3]).json()["instances"]["w"]["longest_matched"] == 12
             engine.store(10 + number)
-            wait_until(lambda: is_right(service, engine), 60, f"the view after the step; {states(service)}")
+            wait_until(lambda: service.is_right(engine), 60, f"the view after the step; {states(service)}")
             assert 0 <= service.listener("w")["age_ms"] < HOUR_S * 500
         said = service.log.read_text()
     assert "expired" not in said, said
@@ -84,12 +80,12 @@ def test_a_service_that_restarts_with_another_clock_is_right_when_it_is_ready(
     with ServiceProcess(tmp_path, **topics, **clock, KVSIGHT_SNAPSHOT_DIR=tmp_path / "s") as service:
         engine.store(1, 2, 3)
         service.wait_until_ready()
-        wait_until(lambda: is_right(service, engine), 60, "the view before")
+        wait_until(lambda: service.is_right(engine), 60, "the view before")
         service.terminate()
         clock.set(ahead_s)
         engine.store(4)
         service.start()
         service.wait_until_ready()
         assert service.query(MODEL, [1, 2, 3]).json()["instances"]["w"]["longest_matched"] == 12
-        wait_until(lambda: is_right(service, engine), 60, f"the view after the restart; {states(service)}")
+        wait_until(lambda: service.is_right(engine), 60, f"the view after the restart; {states(service)}")
         assert "expired" not in service.log.read_text()

@@ -1,11 +1,11 @@
-"""Streams that were forged, doubled or led astray by clocks: views find back to the engine's pages.
+"""Streams that were forged: views find back to the engine's pages.
 
 A real broker, a real `kvsight serve` and real publisher processes.
 """
 
-import uuid
-from collections.abc import Iterator
-from typing import Any
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -17,36 +17,8 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timing("views must be repaired within seconds")
 
-TTL_S = 60  # no repair waits for it
-
-
-@pytest.fixture(scope="module")
-def topics(kafka_bootstrap: str) -> dict[str, Any]:
-    """Settings that name the broker, and topics of these tests alone."""
-    return own_topics(kafka_bootstrap, KVSIGHT_TOPIC_PARTITIONS=1)
-
-
-@pytest.fixture(scope="module")
-def service(topics: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    """A service that all tests share: use a worker of your own."""
-    folder = tmp_path_factory.mktemp("service")
-    with ServiceProcess(folder, **topics, KVSIGHT_WORKER_TTL_S=TTL_S, KVSIGHT_SNAPSHOT_DIR=folder) as service:
-        service.wait_until_ready()
-        yield service
-
-
-@pytest.fixture
-def worker() -> str:
-    return uuid.uuid4().hex
-
-
-def assert_view_becomes_right(service: ServiceProcess, engine: PublishingProcess, deadline_s: float = 15.0) -> None:
-    def is_right() -> bool:
-        listener = service.listener(engine.worker)
-        state = (listener.get("state"), listener.get("epoch"))
-        return state == ("live", engine.epoch) and service.pages(engine.worker) == engine.held
-
-    wait_until(is_right, deadline_s, what=f"a right view; it is {service.listener(engine.worker)}")
+FORGED = [(2**62, 5, BLOCK_SIZE), (2**62, None, 2 * BLOCK_SIZE), (None, 5, BLOCK_SIZE), (None, 2**63, BLOCK_SIZE)]
+"""Epoch of a forged record, by how much its number is ahead, and its block size. None: the engine's epoch, number 0."""
 
 
 def forged(engine: PublishingProcess, epoch: int, seq: int, block_size: int = BLOCK_SIZE) -> LogRecord:
@@ -56,58 +28,21 @@ def forged(engine: PublishingProcess, epoch: int, seq: int, block_size: int = BL
     return stream.batch(stored((0, [99])))
 
 
-def test_of_two_publishers_of_one_name_the_older_is_believed_once_the_newer_has_died(
-    service: ServiceProcess, topics: dict[str, Any], worker: str
+def test_forged_records_of_a_future_epoch_or_far_ahead_hide_nothing_for_long(
+    kafka_bootstrap: str, tmp_path: Path
 ) -> None:
-    with PublishingProcess(worker, **topics) as older, PublishingProcess(worker, **topics) as newer:
-        older.store(1, 2, 3)
-        newer.store(4)
-        assert_view_becomes_right(service, newer)
-        newer.kill()
-        older.store(5)
-        assert_view_becomes_right(service, older)
-
-
-def test_an_engine_whose_clock_had_run_ahead_is_believed_after_its_restart(
-    service: ServiceProcess, topics: dict[str, Any], worker: str
-) -> None:
-    with PublishingProcess(worker, clock_ahead_s=600, **topics) as ahead:
-        ahead.store(1, 2)
-        assert_view_becomes_right(service, ahead)
-    with PublishingProcess(worker, **topics) as engine:
-        engine.store(3)
-        service.kill()
-        service.start()
-        assert_view_becomes_right(service, engine)
-
-
-@pytest.mark.parametrize(
-    ("epoch", "far", "block_size"),
-    [(2**62, 5, BLOCK_SIZE), (2**62, None, 2 * BLOCK_SIZE), (None, 5, BLOCK_SIZE), (None, 2**63, BLOCK_SIZE)],
-)
-def test_one_forged_record_of_a_future_epoch_or_far_ahead_hides_nothing_for_long(
-    service: ServiceProcess, topics: dict[str, Any], worker: str, epoch: int | None, far: int | None, block_size: int
-) -> None:
-    with PublishingProcess(worker, **topics) as engine:
-        engine.store(1, 2)
-        assert_view_becomes_right(service, engine)
-        seq = 0 if far is None else min(service.listener(worker)["seq"] + far, 2**63 - 1)
-        write_events(topics, forged(engine, epoch or engine.epoch, seq, block_size))
-        if epoch is not None:
-            wait_until(lambda: service.listener(worker)["epoch"] == epoch, what="the forged epoch")
-        engine.store(3)
-        assert_view_becomes_right(service, engine)
-
-
-def test_a_clock_two_hours_ahead_and_back_again_silences_no_worker(
-    service: ServiceProcess, topics: dict[str, Any], worker: str
-) -> None:
-    with PublishingProcess(worker, **topics) as engine:
-        engine.store(1)
-        assert_view_becomes_right(service, engine)
-        engine.set_clock(7200)
-        engine.store(2)
-        assert_view_becomes_right(service, engine)
-        engine.set_clock(0)
-        engine.store(3)
-        assert_view_becomes_right(service, engine)
+    """No repair waits for the worker's end."""
+    topics = own_topics(kafka_bootstrap, KVSIGHT_TOPIC_PARTITIONS=1)
+    with ServiceProcess(tmp_path, **topics, KVSIGHT_WORKER_TTL_S=60) as service, ExitStack() as stack:
+        service.wait_until_ready()
+        engines = [stack.enter_context(PublishingProcess(f"w{number}", **topics)) for number in range(len(FORGED))]
+        for engine, (epoch, far, block_size) in zip(engines, FORGED, strict=True):
+            engine.store(1, 2)
+            wait_until(partial(service.is_right, engine), 15, "the view before")
+            seq = 0 if far is None else min(service.listener(engine.worker)["seq"] + far, 2**63 - 1)
+            write_events(topics, forged(engine, epoch or engine.epoch, seq, block_size))
+            if epoch is not None:
+                wait_until(lambda e=engine, n=epoch: service.listener(e.worker)["epoch"] == n, what="the forged epoch")  # type: ignore[misc]
+            engine.store(3)
+        for engine in engines:
+            wait_until(partial(service.is_right, engine), 15, f"a right view; it is {service.listener(engine.worker)}")

@@ -2,8 +2,8 @@
 
 Usage: `python -m tests.support.engines.publishing_process CLOCK_AHEAD_S`, with the publisher's settings in `KVSIGHT_*`
 variables. Each line on stdin is a JSON array, and each one is answered by a line on stdout: `["store", HASHES]`,
-`["remove", HASHES]`, `["clock", SECONDS]` sets how far the wall clock of the process is ahead, and `["close",
-DEADLINE_S]` closes the publisher and ends the process. SIGTERM closes it, too.
+`["remove", HASHES]`, and `["close", DEADLINE_S]`, which closes the publisher and ends the process. SIGTERM closes it,
+too.
 """
 
 import json
@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from tests.support.controlled_process import ControlledProcess, WallClock, say
+from tests.support.controlled_process import ControlledProcess, say, set_wall_clock
 
 MODEL = "m"
 BLOCK_SIZE = 4
@@ -41,17 +41,13 @@ class PublishingProcess(ControlledProcess):
         self.held -= set(hashes)
         self.order("remove", hashes)
 
-    def set_clock(self, ahead_s: float) -> None:
-        """Set the wall clock of the process to this many seconds ahead."""
-        self.order("clock", ahead_s)
-
     def close(self, deadline_s: float = 5.0) -> float:
         """Close the publisher and wait for the end of the process. Returns the seconds that the close took."""
         return float(self.order("close", deadline_s))
 
 
 def _main(clock_ahead_s: float) -> None:
-    clock = WallClock(clock_ahead_s)
+    set_wall_clock(clock_ahead_s)
     from kv_events.schema import BlockRemoved, BlockStored
     from publisher import EventPublisher, PublisherSettings
     from publisher.sinks import create_sink
@@ -67,8 +63,6 @@ def _main(clock_ahead_s: float) -> None:
                     publisher.publish([BlockStored(hashes, None, [], BLOCK_SIZE, sequence_hashes=words)])
                 case ["remove", hashes]:
                     publisher.publish([BlockRemoved(hashes)])
-                case ["clock", ahead_s]:
-                    clock.ahead_ns = int(ahead_s * 1e9)
                 case ["close", deadline_s]:
                     began = time.monotonic()
                     publisher.close(deadline_s)
