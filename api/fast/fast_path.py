@@ -23,8 +23,7 @@ from api.fast.local_answers import LocalAnswers
 from api.fast.request_templates import RequestTemplate
 from api.fast.templates import BodyTemplate, Question, TemplateCache
 from api.problems import ProblemError
-from api.queries.body_formats import format_of
-from api.queries.large_bodies import JSON, is_large
+from api.queries.body_formats import JSON, format_of, is_large
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
 from api.telemetry.requests import end_request, start_request

@@ -5,8 +5,7 @@ from typing import Final
 from starlette.responses import Response
 
 from api.prompts.renderer import PromptRenderer
-from api.queries.body_formats import decode_as
-from api.queries.large_bodies import Body, BodyFormat
+from api.queries.body_formats import Body, BodyFormat, decode_as
 from api.queries.routes import RawEndpoint, json_response
 from kv_events.http.fleet import Tokenized, TokenizeRequest
 

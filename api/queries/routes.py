@@ -16,8 +16,17 @@ from starlette.types import Receive, Scope, Send
 from api.access.rate_limits import OF_REQUEST, TenantRates
 from api.problems import ProblemError, ProblemKind
 from api.queries.answers import MISSING_HEADER, Answerer
-from api.queries.body_formats import decode_as, decode_query_batch, format_of
-from api.queries.large_bodies import JSON, MSGPACK, Body, BodyFormat, Data, LargeBodies
+from api.queries.body_formats import (
+    JSON,
+    MSGPACK,
+    Body,
+    BodyFormat,
+    Data,
+    LargeBodies,
+    decode_as,
+    decode_query_batch,
+    format_of,
+)
 from api.queries.parsing import BY_ANY, BY_HASH, BY_TOKENS, decode_question
 from api.queries.text import TokensOf, has_text, without_text
 from indexer.slices import Slices

@@ -24,8 +24,7 @@ from api.fast.kernels.query import Times
 from api.fast.kernels.recognise import NAME_IN_LINE
 from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import decode_as, format_of
-from api.queries.large_bodies import Body, BodyFormat, LargeBodies
+from api.queries.body_formats import Body, BodyFormat, LargeBodies, decode_as, format_of
 from api.queries.routes import RawEndpoint, json_response, read_body
 from api.selection.answers import load_of, loads_of, worker_name
 from api.selection.direct import MOST_CHOICES, MOST_HASHES

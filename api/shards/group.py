@@ -14,8 +14,7 @@ from starlette.responses import Response
 from api.fast.fast_path import GroupAnswers
 from api.openapi import answers
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import format_of
-from api.queries.large_bodies import Body, BodyFormat, is_large
+from api.queries.body_formats import Body, BodyFormat, format_of, is_large
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.queries.routes import RawEndpoint, json_response
 from api.settings import ApiSettings

@@ -11,8 +11,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import decode_as
-from api.queries.large_bodies import Body, BodyFormat
+from api.queries.body_formats import Body, BodyFormat, decode_as
 from api.queries.routes import RawEndpoint, json_response
 from api.workers.routes import MAX_BODY_BYTES, selected_views
 from indexer.views import ViewState
