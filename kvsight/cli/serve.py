@@ -103,8 +103,7 @@ def serve(engine: Engines = None, config: EngineFile = None, model: Model = None
     engines = registration.max_registrations if indexer.is_embedded else 0
     max_files = allow_open_files(settings.max_connections, engines * 2 * SOCKET_FILES)
     from api.app import create_app
-    from api.server import listen, run_server, url_of
-    from api.starting import load_and_answer
+    from api.server import listen, load_and_answer, run_server, url_of
     from indexer.assembly import create_recording
 
     recording = None

@@ -236,7 +236,7 @@ def _with_first_differences(
     found: list[StreamDiff], folders: tuple[Path, Path], moments: tuple[LogMoment, LogMoment]
 ) -> list[StreamDiff]:
     """Add the first batch of each stream that differs between two logs."""
-    from analysis.first_differences import first_differences, records_before
+    from analysis.diff import first_differences, records_before
 
     with progress_bar() as bar:
         chunks = [LogInput(folder).chunks(f"comparing {folder}", bar) for folder in folders]
