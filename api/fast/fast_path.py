@@ -20,8 +20,7 @@ from api.fast.kernel_connections import DirectPlan, KernelConnections
 from api.fast.kernels.connections import MAX_REQUEST_BYTES
 from api.fast.kernels.query import Times
 from api.fast.local_answers import LocalAnswers
-from api.fast.request_templates import RequestTemplate
-from api.fast.templates import BodyTemplate, Question, TemplateCache
+from api.fast.templates import BodyTemplate, Question, RequestTemplate, TemplateCache
 from api.problems import ProblemError
 from api.queries.body_formats import JSON, format_of, is_large
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question

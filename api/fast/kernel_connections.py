@@ -34,7 +34,7 @@ from api.fast.kernels.connections import (
 from api.fast.kernels.head import NUM_FOUND
 from api.fast.kernels.query import Times
 from api.fast.kernels.recognise import NAME, NAME_END, NUM_BORDERS, UNRECOGNISED
-from api.fast.request_templates import RequestTemplate, TemplateTable
+from api.fast.templates import RequestTemplate, TemplateTable
 from api.fast.writer import texts
 from kv_events.kernels.bundles import pin
 from kv_events.runtime.outages import RateLimitedLogger

@@ -17,8 +17,7 @@ from msgspec import UNSET
 
 from api.http_pool import NoAnswerError
 from api.problems import ProblemError, ProblemKind
-from api.queries.answers import Answered, check_block_size, unknown_model
-from api.queries.encoding import age_ms, encode_answer, hint_of
+from api.queries.answers import Answered, age_ms, check_block_size, encode_answer, hint_of, unknown_model
 from api.shards.members import Members
 from api.shards.wire import (
     ANY_BLOCK_SIZE,

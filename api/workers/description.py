@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from msgspec import structs, to_builtins
 
-from api.queries.encoding import age_ms
+from api.queries.answers import age_ms
 from api.selection.answers import worker_name
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace, NamespaceKey, Namespaces

@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from api.openapi import answers, body_of, problem
 from api.problems import ProblemError, ProblemKind
+from api.queries.answers import age_ms
 from api.queries.body_formats import decode_as, format_of
-from api.queries.encoding import age_ms
 from api.queries.routes import json_response, read_body
 from api.view_source import ViewSource, is_known, stream_pages
 from api.workers.description import list_workers

@@ -188,7 +188,7 @@ def _views(replayed: Replay, book: Book | None) -> Iterator[dict[str, Any]]:
 
 
 def _rows(replayed: Replay, book: Book | None = None) -> Iterator[StreamRow]:
-    from api.queries.encoding import age_ms
+    from api.queries.answers import age_ms
 
     for view in replayed.namespaces.views:
         model, group = split_group(view.stream.model)
