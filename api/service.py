@@ -32,12 +32,12 @@ from api.telemetry.families import counter, recording_families
 from api.telemetry.requests import TraceRequests
 from api.telemetry.service_metrics import (
     HttpMetrics,
+    capacity_families,
     metrics_text,
     queue_families,
     reservation_families,
     tenant_families,
 )
-from api.telemetry.view_metrics import capacity_families
 from api.view_source import ViewSource
 from api.workers.event_stream import EventStream, feed_routes
 from api.workers.records import WorkerRecords

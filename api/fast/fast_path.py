@@ -124,7 +124,7 @@ class FastPath:
         self._fields = fields
         # each request may be sampled, which the kernels of direct connections cannot decide
         can_be_direct = settings.max_body_bytes >= MAX_REQUEST_BYTES and not with_traces
-        self.direct = KernelConnections(self._plan, self._times, metrics.queries.record_many) if can_be_direct else None
+        self.direct = KernelConnections(self._plan, self._times, metrics.queries.note) if can_be_direct else None
 
     def answer(self, head: Head, data: bytes, start: int) -> bytes | None:
         """Return the answer to the body data[start:], or None if the request must be passed to FastAPI."""

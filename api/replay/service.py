@@ -8,7 +8,6 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from fastapi import APIRouter
-from prometheus_client import CollectorRegistry
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -218,9 +217,7 @@ class ReplayService(Service):
         )
 
     async def metrics(self) -> bytes:
-        registry = CollectorRegistry()
-        registry.register(ViewMetrics(self.views, self.settings.metrics_max_workers))
-        return await metrics_text(registry)
+        return await metrics_text(ViewMetrics(self.views, self.settings.metrics_max_workers))
 
     def amend_document(self, document: dict[str, Any]) -> None:
         for path in _WRITING:
