@@ -4,20 +4,21 @@ import os
 import sys
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from analysis.audit.curves import AuditCurves
 from analysis.audit.decision_audit import DecisionAudit
 from analysis.audit.findings import add_findings
-from analysis.audit.report import AuditReport
+from analysis.audit.report import AuditReport, HotPrefix
 from analysis.audit.residency import milliseconds
 from analysis.audit.stream_audit import StreamAudit, settings_of_audits
 from indexer.replay import open_beginning
-from kv_events.codec import batch_time
+from kv_events.codec import batch_time, stores_with_tokens
 from kv_events.decisions import DecisionRecord
 from kv_events.errors import RecordRejectedError
 from kv_events.log.event_log import EventLogReader
@@ -161,3 +162,33 @@ class SortedDecisions:
         in_order = np.lexsort((places[:, 1], places[:, 0]))
         for ms, index, begin, channel, end in map(np.ndarray.tolist, np.column_stack((places, ends))[in_order]):
             yield ms, index, decode_record(channel, os.pread(self._file.fileno(), end - begin, begin))
+
+
+_MOST_CHARACTERS = 32
+
+
+def with_texts(
+    prefixes: Sequence[HotPrefix], chunks: Iterable[RecordChunk], text_of: Callable[[list[int]], str]
+) -> list[HotPrefix]:
+    """Return prefixes with the beginning of their first page and the end of their last one.
+
+    chunks: the log. It is read up to the last of these pages. text_of: makes a text of tokens.
+    """
+    wanted = np.unique([page for each in prefixes for page in (each.first_page, each.sequence_hash)]).astype(np.uint64)
+    found: dict[int, str] = {}
+    for chunk in chunks:
+        if len(found) == len(wanted):
+            break
+        for row in np.flatnonzero(chunk.channels == Channel.EVENTS).tolist():
+            with suppress(msgspec.DecodeError, ValueError):  # of records that break the contract
+                for event in stores_with_tokens(chunk.record(row).payload):
+                    hashes = np.frombuffer(event.sequence_hashes, "<u8")
+                    tokens = np.frombuffer(event.token_ids or b"", "<u4").reshape(len(hashes), -1)
+                    for place in np.flatnonzero(np.isin(hashes, wanted)).tolist():
+                        found.setdefault(int(hashes[place]), " ".join(text_of(tokens[place].tolist()).split()))
+    texts = []
+    for each in prefixes:
+        begin, end = found.get(each.first_page, ""), found.get(each.sequence_hash, "")
+        text = f"{begin[:_MOST_CHARACTERS]} … {end[-_MOST_CHARACTERS:]}" if begin or end else ""
+        texts.append(msgspec.structs.replace(each, text=text))
+    return texts

@@ -11,8 +11,7 @@ import numpy as np
 from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.decisions import RecentDecisions
 from analysis.explain.hash_rules import Column, HashRule, PromptHashes, RuleFinder, Variant
-from analysis.explain.page_history import PageHistory
-from analysis.explain.partings import partings
+from analysis.explain.page_history import PageHistory, partings
 from analysis.stream_history import StreamHistory, batch_position
 from indexer.applier import PlainRun
 from indexer.replay import ApplyObserver, Replay

@@ -14,10 +14,14 @@ from api.openapi import answers, problem
 from api.page.fleet import describe_fleet
 from api.page.residency import MAX_ROWS, Wanted, describe_residency
 from api.page.state import PageStateAt
-from api.queries.routes import json_response
+from api.prompts.renderer import PromptRenderer
+from api.queries.body_formats import Body, BodyFormat, decode_as
+from api.queries.routes import RawEndpoint, json_response
 from indexer.slices import Slices
-from kv_events.http.fleet import DecisionFunnel, Fleet, Residency
+from kv_events.http.fleet import DecisionFunnel, Fleet, Residency, Tokenized, TokenizeRequest
 
+_MAX_TEXT_BYTES: Final = 2**20
+_TOKENIZE_DEADLINE_S: Final = 30.0
 _MIN_AGE_S: Final = 0.9
 """Answers are used for so long, a little less than the second at which pages ask."""
 _AGE_PER_COST: Final = 100
@@ -133,3 +137,15 @@ def page_routes(open_scene: PageStateAt) -> APIRouter:
         return json_response(scene.funnel(scene.views.now(), range_s))
 
     return router
+
+
+def tokenize_endpoint(renderer: PromptRenderer) -> RawEndpoint:
+    """Return what answers POST /tokenize: the tokens of a text, so that the page can ask about it."""
+
+    async def tokenize(body: Body, body_format: BodyFormat) -> Response:
+        request = decode_as(TokenizeRequest, body, body_format)
+        asked = {"model": request.model_name, "prompt": request.text}
+        found = await renderer.tokens(asked, _TOKENIZE_DEADLINE_S)
+        return json_response(Tokenized(token_ids=found.token_ids.tolist()))
+
+    return RawEndpoint(tokenize, _MAX_TEXT_BYTES)

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,20 +12,29 @@ from api.problems import ProblemError, ProblemKind
 from api.prompts.bodies import TRUNCATED, engine_body
 from api.prompts.engine import NO_ENGINE, EngineRenderer
 from api.prompts.local import LocalTokenizer
-from api.prompts.rendered import Rendered, RenderedCache
+from api.prompts.rendered import Rendered
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import token_array
 
+_MAX_CACHED = 256
+_MAX_CACHED_TOKENS = 2**16
+_MAX_AGE_S = 60.0  # chat templates may contain the date
+
 
 class PromptRenderer:
-    """Renders prompts, a bounded number of them at once. Belongs to one event loop."""
+    """Renders prompts, a bounded number of them at once. Belongs to one event loop.
+
+    It keeps the tokens of whole bodies for a minute: the newest 256 prompts of at most 65,536 tokens. The tokens of one
+    body say nothing of another body that begins alike: a chat template may look at all messages before it writes the
+    first, and a tokenizer merges across the border of two texts.
+    """
 
     def __init__(self, settings: ApiSettings) -> None:
         """Raises InvalidValueError if the file of the tokenizer cannot be read."""
         self._deadline_s = settings.tokenize_timeout_s
         self._turns = asyncio.Semaphore(settings.tokenize_at_once)
-        self._cache = RenderedCache()
+        self._cached: dict[bytes, tuple[float, Rendered]] = {}  # by body, until when; the oldest first
         self.outcomes = dict.fromkeys(("rendered", "cached", "failed"), 0)
         """Bodies with text, by what became of them."""
         self._engine = EngineRenderer(settings.tokenize_url)
@@ -54,7 +64,8 @@ class PromptRenderer:
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
         asked = engine_body(body)
         key = hashlib.blake2b(asked.path.encode() + asked.data, digest_size=16).digest()
-        if (kept := self._cache.get(key)) is not None:
+        until, kept = self._cached.get(key, (0.0, None))
+        if kept is not None and time.monotonic() < until:
             self.outcomes["cached"] += 1
             return kept
         try:
@@ -67,7 +78,11 @@ class PromptRenderer:
             self.outcomes["failed"] += 1
             return Rendered(degraded=f"the tokenizer: {str(error) or f'no answer within {deadline_s:g} s'}")
         self.outcomes["rendered"] += 1
-        self._cache.put(key, found)
+        if len(found.token_ids) <= _MAX_CACHED_TOKENS:
+            self._cached.pop(key, None)
+            self._cached[key] = time.monotonic() + _MAX_AGE_S, found
+        if len(self._cached) > _MAX_CACHED:
+            del self._cached[next(iter(self._cached))]
         return found
 
     async def tokens(self, body: Mapping[str, Any], deadline_s: float | None = None) -> Rendered:

@@ -17,8 +17,8 @@ from api.http_pool import HttpAnswer, NoAnswerError
 from api.problems import MEDIA_TYPE as PROBLEM_TYPE
 from api.problems import ProblemError, ProblemKind
 from api.queries.routes import missing_header
-from api.shards.members import Members
 from api.shards.scatter_gather import not_joined
+from api.shards.wire import Members
 from indexer.shards.assignment import Member
 from indexer.shards.membership import Membership
 from indexer.views import STATES

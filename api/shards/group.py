@@ -19,9 +19,8 @@ from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.queries.routes import RawEndpoint, json_response
 from api.settings import ApiSettings
 from api.shards.forwarding import ForwardToMembers
-from api.shards.members import Members
 from api.shards.scatter_gather import LocalShard, ScatterGather
-from api.shards.wire import PATH, ShardRequest, decode_request, encode
+from api.shards.wire import PATH, Members, ShardRequest, decode_request, encode
 from api.telemetry.families import counter, gauge
 from indexer.consumer import Consumer
 from indexer.shards.membership import Membership

@@ -18,11 +18,11 @@ from msgspec import UNSET
 from api.http_pool import NoAnswerError
 from api.problems import ProblemError, ProblemKind
 from api.queries.answers import Answered, age_ms, check_block_size, encode_answer, hint_of, unknown_model
-from api.shards.members import Members
 from api.shards.wire import (
     ANY_BLOCK_SIZE,
     MAX_BLOCK_SIZES,
     MAX_NAMES,
+    Members,
     PromptRows,
     ShardPrompt,
     ShardReply,

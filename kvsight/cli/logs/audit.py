@@ -66,7 +66,7 @@ def audit(
     with byte_progress("auditing", 2 * source.num_bytes) as show:  # it reads the log twice
         report = audit_log(log, churn, show, known_damage, series, SelectionSettings.from_flags(**flags))
     if tokenizer is not None:
-        from analysis.audit.prefix_texts import with_texts
+        from analysis.audit.audit import with_texts
 
         report.hottest = with_texts(report.hottest, LogInput(log).chunks("reading tokens"), tokenizer.text_of)
     if examples is not None and report.funnel is not None:
