@@ -23,6 +23,8 @@ from kv_events.schema import MEDIA
 from kv_events.streams import StreamId
 
 _TIER_OF_DUMP = {"device": 0, "host_pinned": 1, "disk": 2, "external": 3}
+_EXAMPLES = 3
+"""Pages of each kind that are named at most."""
 
 
 class HeldPages(NamedTuple):
@@ -72,23 +74,20 @@ def holdings_of_dump(dump: Mapping[str, Any]) -> Holdings:
     }
 
 
-def diff(before: Holdings, after: Holdings, num_examples: int = 3) -> list[StreamDiff]:
-    """Return the difference of each worker stream of either side, in the order of their names.
-
-    num_examples: at most this many pages of each kind.
-    """
+def diff(before: Holdings, after: Holdings) -> list[StreamDiff]:
+    """Return the difference of each worker stream of either side, in the order of their names."""
     streams = sorted({*before, *after})
-    return [_diff(stream, before.get(stream, NOTHING), after.get(stream, NOTHING), num_examples) for stream in streams]
+    return [_diff(stream, before.get(stream, NOTHING), after.get(stream, NOTHING)) for stream in streams]
 
 
-def _diff(stream: StreamId, before: HeldPages, after: HeldPages, num_examples: int) -> StreamDiff:
+def _diff(stream: StreamId, before: HeldPages, after: HeldPages) -> StreamDiff:
     _, old, new = np.intersect1d(before.hashes, after.hashes, assume_unique=True, return_indices=True)
     moved = np.flatnonzero(before.tiers[old] != after.tiers[new])
     gained = np.delete(after.hashes, new)
     lost = np.delete(before.hashes, old)
     examples = [
-        MovedPage(int(before.hashes[old[i]]), _media(before.tiers[old[i]]), _media(after.tiers[new[i]]))
-        for i in moved[:num_examples].tolist()
+        MovedPage(int(before.hashes[old[i]]), media_of(int(before.tiers[old[i]])), media_of(int(after.tiers[new[i]])))
+        for i in moved[:_EXAMPLES].tolist()
     ]
     return StreamDiff(
         *stream,
@@ -97,8 +96,8 @@ def _diff(stream: StreamId, before: HeldPages, after: HeldPages, num_examples: i
         len(gained),
         len(lost),
         len(moved),
-        gained[:num_examples].tolist(),
-        lost[:num_examples].tolist(),
+        gained[:_EXAMPLES].tolist(),
+        lost[:_EXAMPLES].tolist(),
         examples,
     )
 
@@ -108,8 +107,9 @@ def _sorted(hashes: U64Array, tiers: npt.NDArray[np.uint8]) -> HeldPages:
     return HeldPages(hashes[order], tiers[order])
 
 
-def _media(tiers: np.uint8) -> list[str]:
-    return [medium.value for number, medium in enumerate(MEDIA) if int(tiers) >> number & 1]
+def media_of(tiers: int) -> list[str]:
+    """Return the media of a bitmask of tiers."""
+    return [medium.value for tier, medium in enumerate(MEDIA) if tiers >> tier & 1]
 
 
 _MOST_WAITING = 2**18

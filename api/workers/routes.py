@@ -12,6 +12,7 @@ from fastapi import APIRouter, Query, Request
 from msgspec import UNSET
 from starlette.responses import Response
 
+from analysis.diff import media_of
 from api.openapi import answers, body_of, problem
 from api.problems import ProblemError, ProblemKind
 from api.queries.answers import age_ms
@@ -23,7 +24,6 @@ from indexer.views import View
 from kv_events.http.worker_records import WorkerRecord
 from kv_events.http.workers import RadixView, ResyncAccepted, ViewPage, Worker
 from kv_events.limits import MAX_DP_RANK
-from kv_events.schema import MEDIA
 from kv_events.streams import StreamId, split_group
 
 if TYPE_CHECKING:
@@ -228,11 +228,5 @@ async def _radix_view(served: ViewSource, view: View, limit: int, cursor: int) -
 
 
 def _view_page(sequence_hash: int, parent: int, tiers: int, in_groups: dict[str, int]) -> ViewPage:
-    groups = {name: _media(each) for name, each in in_groups.items()}
-    return ViewPage(
-        sequence_hash=sequence_hash, parent=parent or None, media=_media(tiers), groups=groups if groups else UNSET
-    )
-
-
-def _media(tiers: int) -> list[str]:
-    return [medium.value for tier, medium in enumerate(MEDIA) if tiers >> tier & 1]
+    groups = {name: media_of(each) for name, each in in_groups.items()}
+    return ViewPage(sequence_hash=sequence_hash, parent=parent or None, media=media_of(tiers), groups=groups or UNSET)
