@@ -26,7 +26,7 @@ from kv_events.tokens import token_array
 from kvsight.choice import DEFAULT_TIER_WEIGHTS, NO_WORKER, WorkerChoice, check_load
 from kvsight.choice import rank_workers as ranked
 from kvsight.errors import KvsightHttpError, UnexpectedAnswerError
-from kvsight.prompts import Decision, Integers, Outcome, Prompt
+from kvsight.prompts import Decision, Integers, Outcome, Prompt, given
 
 T = TypeVar("T")
 Params: TypeAlias = Mapping[str, str | int | None]
@@ -187,10 +187,6 @@ def _post(
     return Call("POST", path, read, content=content, content_type=content_type, may_repeat=may_repeat)
 
 
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
-
-
 # --- decisions ------------------------------------------------------------------------------------------------------
 
 
@@ -200,8 +196,8 @@ def report_decisions(records: Decision | Outcome | Sequence[Decision | Outcome])
     The service only queues the records. Call it when the request is done or in the background: a report that is lost
     costs nothing but itself.
     """
-    given = [records] if isinstance(records, Decision | Outcome) else records
-    return _post("/decisions", partial(decode, DecisionsAccepted), {"decisions": [record.body() for record in given]})
+    several = [records] if isinstance(records, Decision | Outcome) else records
+    return _post("/decisions", partial(decode, DecisionsAccepted), {"decisions": [each.body() for each in several]})
 
 
 # --- selections -------------------------------------------------------------------------------------------------------
@@ -233,7 +229,7 @@ def select(
         "token_ids": None if token_ids is None else token_array(token_ids).tolist(),
         **(more or {}),
     }
-    return _post("/select", partial(decode, Selection), _given(fields), _JSON)
+    return _post("/select", partial(decode, Selection), given(fields), _JSON)
 
 
 def reserve(
@@ -288,7 +284,7 @@ def explain(prompt: Prompt, *, worker: str | None = None, at: float | None = Non
     worker: the only one to explain. at: the moment in seconds since 1970; None: now. The service reads its whole log,
     which takes seconds: use a client with a longer timeout.
     """
-    body = prompt.body() | _given({"worker": worker, "at": at})
+    body = prompt.body() | given({"worker": worker, "at": at})
     return _post("/explain", partial(decode, Explanation), body, may_repeat=False)
 
 
@@ -380,7 +376,7 @@ def unregister(
 
 def _registration(path: str, fields: Mapping[str, object]) -> Call[None]:
     """The body is JSON, which Dynamo's indexer accepts, too."""
-    return _post(path, nothing, _given(fields), _JSON, may_repeat=False)
+    return _post(path, nothing, given(fields), _JSON, may_repeat=False)
 
 
 def events() -> Call[None]:

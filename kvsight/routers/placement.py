@@ -28,6 +28,7 @@ from kvsight import calls
 from kvsight.base_client import address_and_authorization
 from kvsight.calls import Call
 from kvsight.errors import KvsightHttpError
+from kvsight.prompts import given
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -270,7 +271,7 @@ class Placement:
 
     async def _ask(self, call: Call[T], deadline_s: float) -> T:
         """Raises NoAnswerError, KvsightHttpError, UnexpectedAnswerError."""
-        params = urlencode({name: value for name, value in (call.params or {}).items() if value is not None})
+        params = urlencode(given(call.params or {}))
         headers = self._headers if call.content_type is None else self._headers | {"Content-Type": call.content_type}
         target = f"{self._url}{call.path}{'?' if params else ''}{params}"
         answer = await self._pool.send(call.method, target, deadline_s, headers, call.content or b"")
