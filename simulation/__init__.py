@@ -21,8 +21,8 @@ from simulation.run import simulate as simulate
 from simulation.settings import CACHES as CACHES
 from simulation.settings import EngineSettings as EngineSettings
 from simulation.settings import SimulationSettings as SimulationSettings
-from simulation.traces import MooncakeTrace as MooncakeTrace
 from simulation.worker import SimulatedWorker as SimulatedWorker
+from simulation.workload import MooncakeTrace as MooncakeTrace
 from simulation.workload import Request as Request
 from simulation.workload import Requests as Requests
 from simulation.workload import WorkloadSettings as WorkloadSettings

@@ -68,12 +68,12 @@ def describe_fleet(scene: PageState) -> Generator[None, None, FleetAnswer]:
     for worker in workers:
         encoded.append(msgspec.Raw(_encoder.encode(worker)))
         yield
-    found: FleetHealth = verdict(workers, now, scene.views.why_not_ready(), scene.next_step)
+    level, parts = verdict(workers, now, scene.views.why_not_ready(), scene.next_step)
     fleet = Fleet(
         time=now,
         is_past=scene.is_past,
-        level=found.level,
-        verdict=found.parts,
+        level=level,
+        verdict=parts,
         states=Counter(worker.state for worker in workers),
         num_workers=len(workers),
         num_selected=len(workers),
@@ -234,38 +234,36 @@ _REASONS = {
 }
 
 
-class FleetHealth(NamedTuple):
-    """See `Fleet.level` and `Fleet.verdict`."""
-
-    level: str
-    parts: list[str | float]
-
-
 def severity(worker: FleetWorker) -> int:
     """Return the rank of a worker by severity: 0 is the worst, 4 is live."""
     return _LEFT if worker.reason == CLOSED else _TROUBLE[ViewState(worker.state)]
 
 
-def verdict(workers: list[FleetWorker], now: float, why_not_ready: str, next_step: str) -> FleetHealth:
-    """Judge a fleet. workers: those in trouble first. why_not_ready: or "". next_step: what to do without a worker."""
+def verdict(
+    workers: list[FleetWorker], now: float, why_not_ready: str, next_step: str
+) -> tuple[str, list[str | float]]:
+    """Return `Fleet.level` and `Fleet.verdict`. workers: those in trouble first. why_not_ready: or "".
+
+    next_step: what to do without a worker.
+    """
     if why_not_ready:
         known = f"{len(workers):,} workers are known so far." if workers else "No worker is known yet."
-        return FleetHealth(STARTING, [f"Not ready: {why_not_ready}. {known}"])
+        return STARTING, [f"Not ready: {why_not_ready}. {known}"]
     if not workers:
-        return FleetHealth(EMPTY, [f"No worker is known: {next_step}."])
+        return EMPTY, [f"No worker is known: {next_step}."]
     live = [worker for worker in workers if worker.state == ViewState.LIVE.value]
     if len(live) < len(workers):
         level = TROUBLE if severity(workers[0]) < _TROUBLE[ViewState.SYNCING] else WARNING
         worst = workers[0]
         remedy = f" {worst.remedy}" if worst.remedy and not worst.is_resync_requested and level == TROUBLE else ""
-        return FleetHealth(level, [*_about(worst), remedy, _about_others(len(workers), len(live))])
+        return level, [*_about(worst), remedy, _about_others(len(workers), len(live))]
     agreed = min(worker.agreed_at or 0.0 for worker in live)
     text = f"{len(live):,} of {len(live):,} workers live. Views equal what the engines reported as of "
     text += f"{duration(round(max(0.0, now - agreed) * 1000))} ago (digests)."
     broken = sum(each.state != ViewState.LIVE.value for worker in live for each in worker.ranks)
     if broken:
-        return FleetHealth(WARNING, [f"{text} {broken:,} group stream{'s are' if broken > 1 else ' is'} not live."])
-    return FleetHealth(OK, [text])
+        return WARNING, [f"{text} {broken:,} group stream{'s are' if broken > 1 else ' is'} not live."]
+    return OK, [text]
 
 
 def _about(worker: FleetWorker) -> list[str | float]:
