@@ -271,7 +271,7 @@ class Reservations:
         async def output_block(reservation_id: str, request: Request) -> Response:
             """Note that a request has filled another page. The body may be `{"decay_fraction": 0.5}`."""
             given = OutputBlock()
-            body = await read_body(request.receive, request.headers.get("content-length"), _MAX_STEP_BYTES)
+            body = await read_body(request, _MAX_STEP_BYTES)
             if body:
                 given = decode_as(OutputBlock, body, format_of(request.headers.get("content-type")))
             if given.decay_fraction is not None and not 0 <= given.decay_fraction <= 1:

@@ -132,7 +132,7 @@ def _add_record_routes(router: APIRouter, records: WorkerRecords) -> None:
 
     async def received(request: Request, kind: type[_T]) -> _T:
         body_format = format_of(request.headers.get("content-type"))
-        text = await read_body(request.receive, request.headers.get("content-length"), MAX_BODY_BYTES)
+        text = await read_body(request, MAX_BODY_BYTES)
         return decode_as(kind, text, body_format)
 
     @router.post("/workers", status_code=201, responses={201: record[200], **faulty}, openapi_extra=body)
