@@ -22,15 +22,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from api.fast.kernels.connections import (
-    CUT,
-    NUM_FUNCTIONS,
-    RETURNED,
-    ROOM_BYTES,
-    UNREAD,
-    SocketBuffers,
-    read_requests,
-)
+from api.fast.kernels import connections as kernels
 from api.fast.kernels.head import NUM_FOUND
 from api.fast.kernels.query import Times
 from api.fast.kernels.recognise import NAME, NAME_END, NUM_BORDERS, UNRECOGNISED
@@ -72,7 +64,7 @@ class DirectPlan(Protocol):
         """Bound on the size of an answer."""
 
     def answer_requests(
-        self, sockets: SocketBuffers, count: int, head_size: int, times: Times, names: Sequence[str]
+        self, sockets: kernels.SocketBuffers, count: int, head_size: int, times: Times, names: Sequence[str]
     ) -> int:
         """Answer `count` requests, as the kernel of this name does. names: theirs, empty if they have none."""
 
@@ -163,11 +155,11 @@ class KernelConnections:
         if not ready:
             return
         self._sockets.connections[: len(ready)] = ready
-        read_requests(self._pinned, self._templates.pinned, len(ready))
+        kernels.read_requests(self._pinned, self._templates.pinned, len(ready))
         for number, template in enumerate(self._sockets.templates[: len(ready)].tolist()):
             alike.setdefault(template, []).append(number)
         read_s = (time.perf_counter() - began) / len(ready)
-        alike.pop(UNREAD, None)
+        alike.pop(kernels.UNREAD, None)
         pending = [self._request(number) for number in alike.pop(UNRECOGNISED, ())]
         for template, members in alike.items():
             try:
@@ -198,9 +190,9 @@ class KernelConnections:
         served = sockets.members[: len(members)]
         if plan.answer_requests(self._pinned, len(members), self._head_size, self._times(), names) < len(members):
             outcomes = sockets.outcomes[served]
-            pending = [self._request(number) for number in served[outcomes == RETURNED].tolist()]
-            pending += [self._rest(number) for number in served[outcomes == CUT].tolist()]
-            served = served[outcomes != RETURNED]
+            pending = [self._request(number) for number in served[outcomes == kernels.RETURNED].tolist()]
+            pending += [self._rest(number) for number in served[outcomes == kernels.CUT].tolist()]
+            served = served[outcomes != kernels.RETURNED]
         if len(served):
             self._answered_at[sockets.connections[served]] = asyncio.get_running_loop().time()
             if template.path:
@@ -248,18 +240,18 @@ class KernelConnections:
         if len(self._sockets.rests) < len(self._sockets.head) + answer_bytes:
             self._use(self._sockets._replace(rests=np.zeros(2 * (len(self._sockets.head) + answer_bytes), np.uint8)))
 
-    def _use(self, sockets: SocketBuffers) -> None:
+    def _use(self, sockets: kernels.SocketBuffers) -> None:
         self._sockets, self._pinned = sockets, pin(sockets)
 
 
-def _empty_buffers() -> SocketBuffers:
-    return SocketBuffers(
+def _empty_buffers() -> kernels.SocketBuffers:
+    return kernels.SocketBuffers(
         _functions(),
         np.zeros(MOST_AT_ONCE, np.int32),
         np.zeros(MOST_AT_ONCE, np.int32),
         np.zeros(MOST_AT_ONCE, np.int32),
         np.zeros(MOST_AT_ONCE, np.int32),
-        np.zeros(ROOM_BYTES, np.uint8),
+        np.zeros(kernels.ROOM_BYTES, np.uint8),
         np.zeros((MOST_AT_ONCE, NUM_BORDERS), np.int64),
         np.zeros(_LENGTH_BYTES, np.uint8),
         texts((_HEAD_END,)),
@@ -274,5 +266,5 @@ def _functions() -> npt.NDArray[np.uint64]:
     """Return the addresses of the C library's functions, see `kernels.connections.READ`."""
     library = ctypes.CDLL(None)
     addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in (library.read, library.writev)]
-    assert len(addresses) == NUM_FUNCTIONS
+    assert len(addresses) == kernels.NUM_FUNCTIONS
     return np.array(addresses, np.uint64)

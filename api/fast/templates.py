@@ -19,19 +19,8 @@ import msgspec
 import numpy as np
 
 from api.fast.heads import Head, request_line
+from api.fast.kernels import recognise
 from api.fast.kernels.connections import MAX_REQUEST_BYTES
-from api.fast.kernels.recognise import (
-    AFTER_REST,
-    BEFORE_REST,
-    LINES_BEFORE_NAMES,
-    MAX_TEMPLATE_BYTES,
-    MOST_ARRAYS,
-    NAME_PATTERN,
-    NUM_PIECES,
-    UNRECOGNISED,
-    Templates,
-    add_template,
-)
 from api.fast.kernels.text import MARGIN, Texts
 from api.problems import ProblemError
 from kv_events.kernels.bundles import pin
@@ -72,7 +61,7 @@ class TemplateCache(Generic[Question]):
         """fields: names of the arrays that the route accepts as a prompt."""
         self._decode = decode
         self._array = re.compile(rb'"(?:%s)" ?: ?\[' % "|".join(fields).encode())
-        self._name = re.compile(NAME_PATTERN)
+        self._name = re.compile(recognise.NAME_PATTERN)
         self._last: dict[bytes, BodyTemplate[Question]] = {}  # by the text before the numbers, the newest one
         self._kept: dict[tuple[bytes, ...], Question | None] = {}  # by the pieces
 
@@ -87,7 +76,7 @@ class TemplateCache(Generic[Question]):
         if found is None:
             return None
         first, end = found.end(), data.find(b"]", found.end())
-        if end < 0 or first - start + len(data) - end > MAX_TEMPLATE_BYTES:
+        if end < 0 or first - start + len(data) - end > recognise.MAX_TEMPLATE_BYTES:
             return None
         before, after = data[start:first], data[end:]
         name, pieces = self._split(before, after)
@@ -150,7 +139,7 @@ class RequestTemplate(NamedTuple):
         """Return the template of a request, or None if a kernel cannot read such requests."""
         if head.content_length > MAX_REQUEST_BYTES:
             return None
-        if max(template.before.count(b"["), template.after.count(b"]")) > MOST_ARRAYS:
+        if max(template.before.count(b"["), template.after.count(b"]")) > recognise.MOST_ARRAYS:
             return None
         pieces = (request_line(head.path), *head.caller.lines, *template.pieces)
         found = cls(head.path, template.question, pieces, generation)
@@ -162,24 +151,24 @@ class RequestTemplate(NamedTuple):
         """Return the template of requests without a body."""
         (_, host, token), (*_, step) = head.caller.lines, head.parameters
         rest = b"%b HTTP/1.1\r\n" % (b"" if step is None else b"/" + step)
-        begin = LINES_BEFORE_NAMES[step is not None]
+        begin = recognise.LINES_BEFORE_NAMES[step is not None]
         return cls("", step, (begin, b"", host, token, rest, b"", b"", b""), generation)
 
     @property
     def is_named(self) -> bool:
         """Whether requests have names, which differ."""
-        return bool(self.pieces[BEFORE_REST] or self.pieces[AFTER_REST]) or not self.path
+        return bool(self.pieces[recognise.BEFORE_REST] or self.pieces[recognise.AFTER_REST]) or not self.path
 
 
 class TemplateTable:
     """The templates that a kernel recognises."""
 
     def __init__(self) -> None:
-        self._table = Templates(
-            Texts(np.zeros(_TEXT_BYTES, np.uint8), np.zeros(NUM_PIECES * _MAX_KEPT + 1, np.int64)),
-            np.full(2 * _MAX_KEPT, UNRECOGNISED, np.int32),
+        self._table = recognise.Templates(
+            Texts(np.zeros(_TEXT_BYTES, np.uint8), np.zeros(recognise.NUM_PIECES * _MAX_KEPT + 1, np.int64)),
+            np.full(2 * _MAX_KEPT, recognise.UNRECOGNISED, np.int32),
             np.zeros(1, np.bool_),
-            np.zeros((NUM_PIECES, 2), np.int64),
+            np.zeros((recognise.NUM_PIECES, 2), np.int64),
         )
         self.pinned = pin(self._table)
         """`Templates` for the kernels."""
@@ -198,19 +187,19 @@ class TemplateTable:
             return
         texts, text, has_token = self._table.texts, b"".join(template.pieces), bool(template.pieces[_AUTHORIZATION])
         number = len(self._kept)
-        begin = int(texts.ends[NUM_PIECES * number])
+        begin = int(texts.ends[recognise.NUM_PIECES * number])
         if number == _MAX_KEPT or begin + len(text) + MARGIN > _TEXT_BYTES or has_token != self._table.has_token[0]:
             self._clear()
             number = begin = 0
         self._table.has_token[0] = has_token
         texts.data[begin : begin + len(text)] = np.frombuffer(text, np.uint8)
         ends = np.cumsum([begin, *map(len, template.pieces)])
-        texts.ends[NUM_PIECES * number : NUM_PIECES * (number + 1) + 1] = ends
-        add_template(self.pinned, number)
+        texts.ends[recognise.NUM_PIECES * number : recognise.NUM_PIECES * (number + 1) + 1] = ends
+        recognise.add_template(self.pinned, number)
         self._numbers[template.pieces] = number
         self._kept.append(template)
 
     def _clear(self) -> None:
-        self._table.slots[:] = UNRECOGNISED
+        self._table.slots[:] = recognise.UNRECOGNISED
         self._numbers.clear()
         self._kept.clear()
