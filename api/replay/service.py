@@ -20,9 +20,8 @@ from api.page.worker_history import WorkerHistory
 from api.problems import ProblemError, ProblemKind
 from api.queries.explain import ExplainRoute
 from api.queries.routes import QueryRoutes, read_body
-from api.replay.curves import DecisionHistory, RateHistory
 from api.replay.markers import MarkerSearch
-from api.replay.moments import History, OpenMoment, OpenMoments
+from api.replay.moments import DecisionHistory, History, OpenMoment, OpenMoments, RateHistory
 from api.replay.routes import AT_TEXT, past_routes
 from api.service import Endpoint, Service
 from api.settings import ApiSettings
