@@ -46,7 +46,7 @@ class Router:
         self._model = model
         self._number_of_worker = {worker: number for number, worker in enumerate(workers)}
         self._page_size = page_size
-        self._compared: Sequence[tuple[int, float]] = ()  # by worker number, tokens that it holds, and its score
+        self._compared: Sequence[tuple[int, float]] = ()
         self.num_queries = 0
 
     @property
@@ -70,7 +70,7 @@ class Router:
         numbers = [self._number_of_worker[worker] for worker in candidates.workers]
         seen, scores = np.zeros(self.num_workers, np.int64), np.full(self.num_workers, -choice.costs.max())
         seen[numbers], scores[numbers] = candidates.held[:, -1], -choice.costs
-        self._compared = list(zip(seen.tolist(), scores.tolist(), strict=True))
+        self.compare(scores.tolist(), seen.tolist())
         chosen, computed = numbers[choice.row], round(candidates.computed.item(choice.row))
         decision = self._bare_decision(request, chosen, request_id, now)
         self._book_own(Reserved(VERSION, "", decision, computed, request.session), now)
@@ -83,6 +83,13 @@ class Router:
     def _book_own(self, record: ReservationRecord, now: float) -> None:
         if self.book.apply(record, now):
             self.booked.append(record)
+
+    def compare(self, scores: Sequence[float], seen: Sequence[int] | None) -> None:
+        """Note for the decision, by worker number, how a policy compares the workers, and what it has seen.
+
+        scores: the highest one wins. seen: tokens of the prompt; None: it has not asked.
+        """
+        self._compared = () if seen is None else list(zip(seen, scores, strict=True))
 
     def decision(self, request: Request, chosen: int, request_id: str, timestamp: float) -> Decision:
         """Return what was chosen since the last call, in the form in which routers report it."""
