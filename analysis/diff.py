@@ -1,20 +1,30 @@
-"""The difference between what the workers hold at two moments, in two logs, or in a log and a live service."""
+"""The difference between what the workers hold at two moments, in two logs, or in a log and a live service.
 
-from collections import Counter
-from collections.abc import Mapping
+Of two logs, also where they part: for each worker stream, the first batch that they do not have in common.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from indexer.replay import Replay
+from kv_events.codec import batch_number
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array
-from kv_events.http.log import MovedPage, StreamDiff
+from kv_events.http.log import BatchInLog, MovedPage, StreamDiff
+from kv_events.log.moments import LogMoment
+from kv_events.log.reader import RecordChunk
+from kv_events.records import Channel, LogRecord
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId
 
 _TIER_OF_DUMP = {"device": 0, "host_pinned": 1, "disk": 2, "external": 3}
+_EXAMPLES = 3
+"""Pages of each kind that are named at most."""
 
 
 class HeldPages(NamedTuple):
@@ -64,23 +74,20 @@ def holdings_of_dump(dump: Mapping[str, Any]) -> Holdings:
     }
 
 
-def diff(before: Holdings, after: Holdings, num_examples: int = 3) -> list[StreamDiff]:
-    """Return the difference of each worker stream of either side, in the order of their names.
-
-    num_examples: at most this many pages of each kind.
-    """
+def diff(before: Holdings, after: Holdings) -> list[StreamDiff]:
+    """Return the difference of each worker stream of either side, in the order of their names."""
     streams = sorted({*before, *after})
-    return [_diff(stream, before.get(stream, NOTHING), after.get(stream, NOTHING), num_examples) for stream in streams]
+    return [_diff(stream, before.get(stream, NOTHING), after.get(stream, NOTHING)) for stream in streams]
 
 
-def _diff(stream: StreamId, before: HeldPages, after: HeldPages, num_examples: int) -> StreamDiff:
+def _diff(stream: StreamId, before: HeldPages, after: HeldPages) -> StreamDiff:
     _, old, new = np.intersect1d(before.hashes, after.hashes, assume_unique=True, return_indices=True)
     moved = np.flatnonzero(before.tiers[old] != after.tiers[new])
     gained = np.delete(after.hashes, new)
     lost = np.delete(before.hashes, old)
     examples = [
-        MovedPage(int(before.hashes[old[i]]), _media(before.tiers[old[i]]), _media(after.tiers[new[i]]))
-        for i in moved[:num_examples].tolist()
+        MovedPage(int(before.hashes[old[i]]), media_of(int(before.tiers[old[i]])), media_of(int(after.tiers[new[i]])))
+        for i in moved[:_EXAMPLES].tolist()
     ]
     return StreamDiff(
         *stream,
@@ -89,8 +96,8 @@ def _diff(stream: StreamId, before: HeldPages, after: HeldPages, num_examples: i
         len(gained),
         len(lost),
         len(moved),
-        gained[:num_examples].tolist(),
-        lost[:num_examples].tolist(),
+        gained[:_EXAMPLES].tolist(),
+        lost[:_EXAMPLES].tolist(),
         examples,
     )
 
@@ -100,5 +107,87 @@ def _sorted(hashes: U64Array, tiers: npt.NDArray[np.uint8]) -> HeldPages:
     return HeldPages(hashes[order], tiers[order])
 
 
-def _media(tiers: np.uint8) -> list[str]:
-    return [medium.value for number, medium in enumerate(MEDIA) if int(tiers) >> number & 1]
+def media_of(tiers: int) -> list[str]:
+    """Return the media of a bitmask of tiers."""
+    return [medium.value for tier, medium in enumerate(MEDIA) if tiers >> tier & 1]
+
+
+_MOST_WAITING = 2**18
+"""Bound on the batches of all streams that wait for their partners. A stream whose logs have begun alike may have four
+times its share."""
+
+
+class _Batch(NamedTuple):
+    number: tuple[int, int]
+    """Epoch and seq."""
+    payload_hash: int
+    place: BatchInLog
+
+
+class _Stream:
+    """The batches of a stream for which the other log has no partner yet."""
+
+    def __init__(self) -> None:
+        self.waiting: tuple[deque[_Batch], deque[_Batch]] = deque(), deque()
+        self.firsts: list[_Batch | None] = [None, None]
+        self.has_common = False
+        self.parted: tuple[BatchInLog | None, BatchInLog | None] | None = None
+
+    def take(self, side: int, batch: _Batch, most: int) -> None:
+        """Take the next batch of a log. The log that begins later decides where the comparison begins.
+
+        most: its share of the batches that may wait.
+        """
+        self.firsts[side] = self.firsts[side] or batch
+        queue = self.waiting[side]
+        queue.append(batch)
+        if len(queue) > most and not self.has_common:
+            queue.popleft()
+        elif len(queue) > 4 * most:  # the other log has no more of the stream
+            self.parted = (None, queue[0].place) if side else (queue[0].place, None)
+        while self.parted is None and all(self.waiting):
+            before, after = self.waiting[0][0], self.waiting[1][0]
+            if before.number != after.number and not self.has_common:
+                self.waiting[before.number > after.number].popleft()
+            elif before[:2] != after[:2]:
+                self.parted = before.place, after.place
+            else:
+                self.has_common = True
+                for each in self.waiting:
+                    each.popleft()
+
+    def end(self) -> tuple[BatchInLog | None, BatchInLog | None] | None:
+        """Return the first batches that differ; None for a log that has ended before. None: no batch differs."""
+        rest = [next(iter(each), None) for each in self.waiting] if self.has_common else self.firsts
+        before, after = (None if each is None else each.place for each in rest)
+        return self.parted or ((before, after) if before or after else None)
+
+
+def records_before(chunks: Iterable[RecordChunk], moment: LogMoment) -> Iterator[tuple[int, LogRecord]]:
+    """Yield the records of a log before a moment, with their indices."""
+    for chunk in chunks:
+        for row in np.flatnonzero(chunk.before(moment)).tolist():
+            yield chunk.first_index + row, chunk.record(row)
+
+
+def first_differences(
+    before: Iterable[tuple[int, LogRecord]], after: Iterable[tuple[int, LogRecord]]
+) -> dict[str, tuple[BatchInLog | None, BatchInLog | None]]:
+    """Return the key of each stream whose batches differ -> its first differing batch in either log.
+
+    before, after: the records of the logs, with their indices. Both are read at the same pace, so that memory is needed
+    only for what one log has and the other has not yet.
+    """
+    streams: dict[bytes, _Stream] = {}
+    for pair in zip_longest(before, after):
+        for side, each in enumerate(pair):
+            if each is None or each[1].channel != Channel.EVENTS:
+                continue
+            index, record = each
+            number = batch_number(record.payload)
+            stream = streams.setdefault(record.key, _Stream())
+            if number is not None and stream.parted is None:
+                place = BatchInLog(index=index, time=record.timestamp_ms / 1000, epoch=number[0], seq=number[1])
+                stream.take(side, _Batch(number, hash(record.payload), place), _MOST_WAITING // len(streams))
+    found = {key.decode(errors="replace"): stream.end() for key, stream in streams.items()}
+    return {key: ends for key, ends in found.items() if ends is not None}

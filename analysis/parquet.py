@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from indexer.replay import Replay
-from kv_events.codec import RemovedPages, Step, StoredPages, decode_batch
-from kv_events.errors import RecordRejectedError
+from kv_events.codec import RemovedPages, Step, StoredPages, batch_or_none
 from kv_events.hashing import U64Array
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import MEDIA, TIERS, AllBlocksCleared, SnapshotBegin, SnapshotEnd
@@ -88,11 +87,8 @@ def _event_tables(records: Iterable[tuple[int, LogRecord]]) -> Iterator[Any]:
     pages: list[npt.NDArray[np.uint64]] = []  # [3, pages] of each event: sequence hashes, block hashes, parents
     num_rows = 0
     for index, record in records:
-        if record.channel != Channel.EVENTS:
-            continue
-        try:
-            batch = decode_batch(record.payload)
-        except RecordRejectedError:
+        batch = batch_or_none(record.payload) if record.channel == Channel.EVENTS else None
+        if batch is None:
             continue
         place = (index, record.partition, record.offset, record.timestamp_ms, *batch.stream, batch.epoch, batch.seq)
         for step in batch.steps:

@@ -19,7 +19,6 @@ from api.queries.routes import json_response
 from api.service import Service
 from api.static_files import static_routes
 from api.telemetry.requests import ObserveRequests
-from api.workers.dump import dump_routes
 from kv_events.http.service import Readiness, Status
 
 
@@ -61,7 +60,6 @@ def create_app(service: Service) -> Application:
     app.include_router(_probe_routes(service))
     for router in service.routers:
         app.include_router(router)
-    app.include_router(dump_routes(service.views))
     app.include_router(page_routes(service.page_state))
     app.router.routes += static_routes()
     return app

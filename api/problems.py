@@ -135,32 +135,25 @@ def _shortened(value: object) -> bool | int | float | str | UnsetType | None:
 
 def install(app: FastAPI) -> None:
     """Answer every error of the application's routes with a problem document."""
-    app.add_exception_handler(ProblemError, _on_problem)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(RequestValidationError, _on_bad_parameter)
 
+    @app.exception_handler(ProblemError)
+    async def on_problem(_request: Request, problem: ProblemError) -> Response:
+        return problem.response()
 
-async def _on_problem(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, ProblemError)
-    return error.response()
+    @app.exception_handler(HTTPException)
+    async def on_http_exception(request: Request, error: HTTPException) -> Response:
+        detail = error.detail
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            detail = f"no such path: {request.url.path[:_LONGEST_VALUE]}"
+        elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            detail = f"{request.method[:_LONGEST_VALUE]} is not supported here"
+        response = ProblemError(error.status_code, None, detail).response()
+        response.headers.update(error.headers or {})
+        return response
 
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    detail = error.detail
-    if error.status_code == HTTPStatus.NOT_FOUND:
-        detail = f"no such path: {request.url.path[:_LONGEST_VALUE]}"
-    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        detail = f"{request.method[:_LONGEST_VALUE]} is not supported here"
-    response = ProblemError(error.status_code, None, detail).response()
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _on_bad_parameter(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    field, message = str(first["loc"][-1]), str(first["msg"])
-    expected = (message[:1].lower() + message[1:]).removeprefix("input should be ")
-    fault = InvalidValueError(field, first.get("input"), expected)
-    return ProblemError.of_value(fault).response()
+    @app.exception_handler(RequestValidationError)
+    async def on_bad_parameter(_request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        field, message = str(first["loc"][-1]), str(first["msg"])
+        expected = (message[:1].lower() + message[1:]).removeprefix("input should be ")
+        return ProblemError.of_value(InvalidValueError(field, first.get("input"), expected)).response()

@@ -19,8 +19,8 @@ from api.decisions.routes import DecisionRoute
 from api.decisions.window import DecisionWindow
 from api.fast.fast_path import FastPath
 from api.fast.local_answers import LocalAnswers
+from api.page.routes import tokenize_endpoint
 from api.page.state import PageState
-from api.page.tokenize import TokenizeRoute
 from api.page.worker_history import WorkerHistory
 from api.problems import ProblemError, ProblemKind
 from api.prompts.renderer import PromptRenderer
@@ -32,12 +32,12 @@ from api.telemetry.families import counter, recording_families
 from api.telemetry.requests import TraceRequests
 from api.telemetry.service_metrics import (
     HttpMetrics,
+    capacity_families,
     metrics_text,
     queue_families,
     reservation_families,
     tenant_families,
 )
-from api.telemetry.view_metrics import capacity_families
 from api.view_source import ViewSource
 from api.workers.event_stream import EventStream, feed_routes
 from api.workers.records import WorkerRecords
@@ -197,10 +197,10 @@ class LiveService(Service):
         for routes in (
             RegisterRoutes(registrations, consumer),
             DecisionRoute(consumer, self._decisions, self.decision_window.take),
-            TokenizeRoute(self.renderer),
             ExplainRoute(event_log or settings.record, settings.explain_timeout_s),
         ):
             self.endpoints |= routes.endpoints()
+        self.endpoints["/tokenize"] = tokenize_endpoint(self.renderer)
         self.routers = [
             worker_routes(consumer, registrations, consumer.resyncs.demand, self._records),
             feed_routes(self.feed),

@@ -12,7 +12,7 @@ class ClientMethods(griffe.Extension):
         """Called for each package when all its modules are read."""
         if pkg.path == "kvsight":
             for client in ("Client", "AsyncClient"):
-                _add_methods(pkg["client"][client], pkg["calls"].functions | pkg["selection_calls"].functions)
+                _add_methods(pkg["client"][client], pkg["calls"].functions)
 
 
 def _add_methods(client: griffe.Class, calls: dict[str, griffe.Function]) -> None:

@@ -22,6 +22,7 @@ from kv_events.runtime.words import nearest
 from kvsight import calls
 from kvsight.calls import Call, decode
 from kvsight.errors import ClientClosedError, KvsightConnectionError, UnexpectedAnswerError
+from kvsight.prompts import given
 
 logger = logging.getLogger("kvsight.client")
 
@@ -152,7 +153,7 @@ class BaseClient:
     def _request(self, call: Call[T]) -> httpx.Request:
         """Build a request. httpx would join the address and merge the headers anew each time."""
         url = _joined(self._address, call.path)
-        params = {name: value for name, value in (call.params or {}).items() if value is not None}
+        params: dict[str, str | int] = given(call.params or {})
         return httpx.Request(
             call.method,
             url.copy_merge_params(params) if params else url,
@@ -276,11 +277,10 @@ def stream_request(worker: str | None, model: str | None, tenant: str | None, ti
 
     Compression is refused, because the size of a decompressed answer has no bound.
     """
-    given = {"worker": worker, "model": model, "tenant": tenant}
     return {
         "method": "GET",
         "url": "/events",
-        "params": {name: value for name, value in given.items() if value is not None},
+        "params": given({"worker": worker, "model": model, "tenant": tenant}),
         "headers": {"Accept": "text/event-stream", "Accept-Encoding": "identity"},
         "timeout": httpx.Timeout(timeout_s, read=max(timeout_s, _LONGEST_SILENCE_S)),
     }

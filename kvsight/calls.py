@@ -13,23 +13,27 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from urllib.parse import quote
 
 import msgspec
+from msgspec import UNSET
 
 from kv_events.http.decisions import DecisionsAccepted
 from kv_events.http.explanations import Explanation
 from kv_events.http.fleet import Fleet
 from kv_events.http.queries import BatchAnswer, PeerAnswer, TierWeights
+from kv_events.http.selection import ModelLoads, Selection
 from kv_events.http.service import ProblemDocument
 from kv_events.http.workers import RadixView, ResyncAccepted, Worker
+from kv_events.tokens import token_array
 from kvsight.choice import DEFAULT_TIER_WEIGHTS, NO_WORKER, WorkerChoice, check_load
 from kvsight.choice import rank_workers as ranked
 from kvsight.errors import KvsightHttpError, UnexpectedAnswerError
-from kvsight.prompts import Decision, Integers, Outcome, Prompt
+from kvsight.prompts import Decision, Integers, Outcome, Prompt, given
 
 T = TypeVar("T")
 Params: TypeAlias = Mapping[str, str | int | None]
 
 _JSON = "application/json"
 _MSGPACK = "application/msgpack"
+_BOOKED = ("selection_id", "model_name", "routing_group", "worker_id", "sequence_hashes", "isl_tokens")
 _BY_HASH = frozenset({"seq_hashes", "block_hashes", "block_hash"})
 _UNKNOWN_MODEL = "urn:kvsight:problem:unknown-model"
 _LONGEST_TEXT = 200
@@ -109,12 +113,11 @@ def query_by_hash(
 
 def query_batch(prompts: Sequence[Prompt]) -> Call[list[PeerAnswer | KvsightHttpError]]:
     """An answer for each prompt, in order. For a refused prompt, the error takes its place and is not raised."""
-    content = msgspec.msgpack.encode({"queries": [prompt.body() for prompt in prompts]})
 
     def results(data: bytes) -> list[PeerAnswer | KvsightHttpError]:
         return [_batch_result(number, raw) for number, raw in enumerate(decode(BatchAnswer, data).results)]
 
-    return Call("POST", "/query/batch", results, content=content, content_type=_MSGPACK)
+    return _post("/query/batch", results, {"queries": [prompt.body() for prompt in prompts]})
 
 
 def query_raw(body: Mapping[str, Any]) -> Call[dict[str, Any]]:
@@ -174,9 +177,14 @@ def _choosing(prompt: Prompt, load: Mapping[str, float] | None, choose: Callable
 
 
 def _query(body: Mapping[str, Any], content_type: str, read: Callable[[bytes], T]) -> Call[T]:
-    path = "/query_by_hash" if _BY_HASH & body.keys() else "/query"
-    encode = msgspec.msgpack.encode if content_type == _MSGPACK else msgspec.json.encode
-    return Call("POST", path, read, content=encode(body), content_type=content_type)
+    return _post("/query_by_hash" if _BY_HASH & body.keys() else "/query", read, body, content_type)
+
+
+def _post(
+    path: str, read: Callable[[bytes], T], body: object, content_type: str = _MSGPACK, *, may_repeat: bool = True
+) -> Call[T]:
+    content = msgspec.msgpack.encode(body) if content_type == _MSGPACK else msgspec.json.encode(body)
+    return Call("POST", path, read, content=content, content_type=content_type, may_repeat=may_repeat)
 
 
 # --- decisions ------------------------------------------------------------------------------------------------------
@@ -188,9 +196,83 @@ def report_decisions(records: Decision | Outcome | Sequence[Decision | Outcome])
     The service only queues the records. Call it when the request is done or in the background: a report that is lost
     costs nothing but itself.
     """
-    given = [records] if isinstance(records, Decision | Outcome) else records
-    content = msgspec.msgpack.encode({"decisions": [record.body() for record in given]})
-    return Call("POST", "/decisions", partial(decode, DecisionsAccepted), content=content, content_type=_MSGPACK)
+    several = [records] if isinstance(records, Decision | Outcome) else records
+    return _post("/decisions", partial(decode, DecisionsAccepted), {"decisions": [each.body() for each in several]})
+
+
+# --- selections -------------------------------------------------------------------------------------------------------
+
+
+def select(
+    model: str,
+    token_ids: Integers | None = None,
+    *,
+    tenant: str | None = None,
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+    workers: Sequence[str] | None = None,
+    session: str | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Call[Selection]:
+    """Choose a worker for a prompt, and book nothing.
+
+    token_ids: of the prompt. None: `more` has the prompt in another form, such as `messages`. workers: the only
+    candidates. session: key of the conversation. more: further fields of POST /select, such as `explain`.
+    """
+    fields = {
+        "model_name": model,
+        "routing_group": tenant,
+        "lora_name": lora_name,
+        "cache_salt": cache_salt,
+        "allowed_worker_ids": [workers] if isinstance(workers, str) else workers and list(workers),
+        "session_id": session,
+        "token_ids": None if token_ids is None else token_array(token_ids).tolist(),
+        **(more or {}),
+    }
+    return _post("/select", partial(decode, Selection), given(fields), _JSON)
+
+
+def reserve(
+    model: str,
+    token_ids: Integers | None = None,
+    *,
+    tenant: str | None = None,
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+    workers: Sequence[str] | None = None,
+    session: str | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Call[Selection]:
+    """Choose a worker for a prompt and book the request, until `release`. Arguments as for `select`.
+
+    The `selection_id` of the answer names the reservation.
+    """
+    prompt = {"tenant": tenant, "lora_name": lora_name, "cache_salt": cache_salt}
+    call = select(model, token_ids, workers=workers, session=session, more=more, **prompt)
+    return replace(call, path="/select_and_reserve", may_repeat=False)
+
+
+def complete(selection_id: str) -> Call[None]:
+    """Note that the prefill of a reserved request is complete: its first token has come."""
+    return Call("POST", f"/reservations/{quote(selection_id, '')}/prefill_complete", nothing)
+
+
+def release(selection_id: str) -> Call[None]:
+    """Release the reservation of a request that has ended."""
+    return Call("DELETE", f"/reservations/{quote(selection_id, '')}", nothing, may_repeat=False)
+
+
+def book(selection: Selection) -> Call[None]:
+    """Book a request on a worker that the caller chose: a selection whose id and worker were replaced."""
+    fields = {name: getattr(selection, name) for name in _BOOKED}
+    body = {name: value for name, value in fields.items() if value is not UNSET}
+    return _post("/reservations", nothing, body, _JSON, may_repeat=False)
+
+
+def loads(model: str | None = None, tenant: str | None = None) -> Call[list[ModelLoads]]:
+    """What is booked on each rank, by model."""
+    params = {"model_name": model, "routing_group": tenant}
+    return Call("GET", "/loads", partial(decode, list[ModelLoads]), params)
 
 
 # --- explanations ---------------------------------------------------------------------------------------------------
@@ -202,10 +284,8 @@ def explain(prompt: Prompt, *, worker: str | None = None, at: float | None = Non
     worker: the only one to explain. at: the moment in seconds since 1970; None: now. The service reads its whole log,
     which takes seconds: use a client with a longer timeout.
     """
-    fields = {**prompt.body(), "worker": worker, "at": at}
-    content = msgspec.msgpack.encode({name: value for name, value in fields.items() if value is not None})
-    read = partial(decode, Explanation)
-    return Call("POST", "/explain", read, content=content, content_type=_MSGPACK, may_repeat=False)
+    body = prompt.body() | given({"worker": worker, "at": at})
+    return _post("/explain", partial(decode, Explanation), body, may_repeat=False)
 
 
 # --- workers --------------------------------------------------------------------------------------------------------
@@ -296,8 +376,7 @@ def unregister(
 
 def _registration(path: str, fields: Mapping[str, object]) -> Call[None]:
     """The body is JSON, which Dynamo's indexer accepts, too."""
-    content = msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
-    return Call("POST", path, nothing, content=content, content_type=_JSON, may_repeat=False)
+    return _post(path, nothing, given(fields), _JSON, may_repeat=False)
 
 
 def events() -> Call[None]:

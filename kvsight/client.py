@@ -19,7 +19,7 @@ from kv_events.errors import KvsightError
 from kv_events.http.events import FeedEvent
 from kv_events.http.selection import Selection
 from kv_events.http.service import DEFAULT_URL
-from kvsight import calls, selection_calls
+from kvsight import calls
 from kvsight.base_client import AttemptResult, BaseClient, EventReader, RetryPolicy, stream_request
 from kvsight.calls import Call
 from kvsight.prompts import Integers
@@ -106,11 +106,11 @@ class Client(BaseClient):
     query_raw = _blocking(calls.query_raw)
     best_worker = _blocking(calls.best_worker)
     rank_workers = _blocking(calls.rank_workers)
-    select = _blocking(selection_calls.select)
-    reserve = _blocking(selection_calls.reserve)
-    complete = _blocking(selection_calls.complete)
-    release = _blocking(selection_calls.release)
-    loads = _blocking(selection_calls.loads)
+    select = _blocking(calls.select)
+    reserve = _blocking(calls.reserve)
+    complete = _blocking(calls.complete)
+    release = _blocking(calls.release)
+    loads = _blocking(calls.loads)
     report_decisions = decided = _blocking(calls.report_decisions)
     explain = _blocking(calls.explain)
     workers = _blocking(calls.workers)
@@ -207,11 +207,11 @@ class AsyncClient(BaseClient):
     query_raw = _awaitable(calls.query_raw)
     best_worker = _awaitable(calls.best_worker)
     rank_workers = _awaitable(calls.rank_workers)
-    select = _awaitable(selection_calls.select)
-    reserve = _awaitable(selection_calls.reserve)
-    complete = _awaitable(selection_calls.complete)
-    release = _awaitable(selection_calls.release)
-    loads = _awaitable(selection_calls.loads)
+    select = _awaitable(calls.select)
+    reserve = _awaitable(calls.reserve)
+    complete = _awaitable(calls.complete)
+    release = _awaitable(calls.release)
+    loads = _awaitable(calls.loads)
     report_decisions = decided = _awaitable(calls.report_decisions)
     explain = _awaitable(calls.explain)
     workers = _awaitable(calls.workers)

@@ -5,9 +5,9 @@ They travel in the form that the API decodes fastest: a msgpack map with packed 
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from kv_events.tokens import token_array
 from kvsight.choice import WorkerChoice
 
 Integers: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +44,24 @@ class Prompt:
     def body(self) -> dict[str, object]:
         """The fields of the request. Raises InvalidValueError."""
         check_type("model", self.model, str)
-        fields: dict[str, object] = {
-            "model_name": self.model,
-            **self._numbers(),
-            "lora_name": self.lora_name,
-            "cache_salt": self.cache_salt,
-            "is_eagle": self.is_eagle or None,
-            "routing_group": self.tenant,
-            "tier_weights": self.tier_weights,
-        }
-        return {name: value for name, value in fields.items() if value is not None}
+        return given(
+            {
+                "model_name": self.model,
+                **self._numbers(),
+                "lora_name": self.lora_name,
+                "cache_salt": self.cache_salt,
+                "is_eagle": self.is_eagle or None,
+                "routing_group": self.tenant,
+                "tier_weights": self.tier_weights,
+            }
+        )
 
     def _numbers(self) -> dict[str, bytes]:
         lists = {"token_ids": self.token_ids, "seq_hashes": self.seq_hashes, "block_hashes": self.block_hashes}
-        given = {name: _packed(name, numbers) for name, numbers in lists.items() if numbers is not None}
-        if len(given) != 1:
-            raise InvalidValueError("prompt", " and ".join(given) or "nothing", f"one of {', '.join(lists)}")
-        return given
+        packed = {name: _packed(name, numbers) for name, numbers in lists.items() if numbers is not None}
+        if len(packed) != 1:
+            raise InvalidValueError("prompt", " and ".join(packed) or "nothing", f"one of {', '.join(lists)}")
+        return packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,11 @@ class Outcome:
     def body(self) -> dict[str, object]:
         """The fields of the request."""
         return {"request_id": self.request_id, "cached_tokens": self.cached_tokens, "timestamp": self.timestamp}
+
+
+def given(fields: Mapping[str, _T | None]) -> dict[str, _T]:
+    """Return the fields that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _packed(name: str, numbers: Integers) -> bytes:

@@ -11,18 +11,18 @@ policy), `worker` (the cache's part of a request) and `live` (how events reach a
 
 from simulation.caches import WorkerCache as WorkerCache
 from simulation.caches import create_cache as create_cache
-from simulation.policies import POLICIES as POLICIES
-from simulation.policies import Policy as Policy
-from simulation.policies import create_policy as create_policy
 from simulation.report import Latency as Latency
 from simulation.report import PolicyReport as PolicyReport
 from simulation.report import WorkerLoad as WorkerLoad
+from simulation.router import POLICIES as POLICIES
+from simulation.router import Policy as Policy
+from simulation.router import create_policy as create_policy
 from simulation.run import simulate as simulate
 from simulation.settings import CACHES as CACHES
 from simulation.settings import EngineSettings as EngineSettings
 from simulation.settings import SimulationSettings as SimulationSettings
-from simulation.traces import MooncakeTrace as MooncakeTrace
 from simulation.worker import SimulatedWorker as SimulatedWorker
+from simulation.workload import MooncakeTrace as MooncakeTrace
 from simulation.workload import Request as Request
 from simulation.workload import Requests as Requests
 from simulation.workload import WorkloadSettings as WorkloadSettings

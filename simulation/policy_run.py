@@ -13,9 +13,8 @@ from kv_events.streams import group_model
 from publisher import EventPublisher, PublisherSettings, Sink
 from selection.policies import seed_choices
 from simulation.caches import capacity_pages, create_cache
-from simulation.policies import Policy, create_policy
 from simulation.report import PolicyReport, RunCurves, WorkerLoad
-from simulation.router import Router
+from simulation.router import Policy, Router, create_policy
 from simulation.settings import SimulationSettings
 from simulation.worker import Running, SimulatedWorker, divergent_pages
 from simulation.workload import Request

@@ -1,8 +1,14 @@
-"""The information of a policy: the answers of the index and the booked requests, without access to the caches."""
+"""Routing policies, which choose the worker of a request, and their information.
+
+That is what the index answers and what is booked. They have no access to the caches.
+"""
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -11,12 +17,14 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.scores import WorkerScore, reusable, score_all
 from kv_events.decisions import VERSION, Candidate, Decision
+from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array, namespace_seed, sequence_hashes
 from kv_events.limits import MAX_CANDIDATES, MAX_PAGES_PER_DECISION
 from kv_events.reservations import Progressed, ReservationRecord, Reserved
 from kv_events.streams import DEFAULT_TENANT
+from selection import policies
 from selection.book import Book
-from selection.candidates import Candidates, Choice
+from selection.candidates import Asked, Candidates, Choice
 from selection.roster import Found, NothingKnown, Rosters
 from selection.settings import SelectionSettings
 from simulation.workload import Request
@@ -128,3 +136,33 @@ class Router:
         seed = namespace_seed(cache_salt=request.extra_key)
         namespaces = self._namespaces.find(self._model, DEFAULT_TENANT)
         return score_all(namespaces, partial(sequence_hashes, request.token_ids, seed=seed), self._freshness)
+
+
+Policy: TypeAlias = Callable[[Request, Router, str, float], int]
+"""Returns the number of the worker that gets a request, given the id of the request and the time in seconds. It may
+remember its choices."""
+
+POLICIES = ("random", "round-robin", policies.DEFAULT_POLICY, "lmetric")
+"""Policies that are worth a comparison."""
+
+
+def create_policy(name: str, seed: int) -> Policy:
+    """Return a new policy: random, round-robin, or one of the service, which is booked. Raises InvalidValueError."""
+    if name == "random":
+        numbers = random.Random(seed)
+        return lambda _request, router, _id, _now: numbers.randrange(router.num_workers)
+    if name == "round-robin":
+        turn = count()
+        return lambda _request, router, _id, _now: next(turn) % router.num_workers
+    try:
+        chooser = policies.create_policy(name)
+    except InvalidValueError as error:
+        expected = error.expected.replace("one of", "one of random, round-robin,")
+        raise InvalidValueError("policy", error.value, expected) from None
+
+    def choose(request: Request, router: Router, request_id: str, now: float) -> int:
+        candidates = router.candidates(request, now)
+        choice = chooser.choose(Asked(len(request.token_ids), request.session, now=now), candidates)
+        return router.reserve(request, candidates, choice, request_id, now)
+
+    return choose

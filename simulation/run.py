@@ -25,9 +25,9 @@ from publisher import EventPublisher
 from publisher.sinks.memory import MemorySink
 from simulation.engine import Engine
 from simulation.live import kafka_transport, run_live
-from simulation.policies import create_policy
 from simulation.policy_run import PolicyRun, Progress, create_publishers
 from simulation.report import Ended, Latency, PolicyReport
+from simulation.router import create_policy
 from simulation.settings import SimulationSettings
 from simulation.workload import Request, Requests
 

@@ -1,7 +1,6 @@
 """Reads a log once: rebuilds the views with the ordinary replay, and follows the asked pages beside it."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -11,14 +10,12 @@ import numpy as np
 from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.decisions import RecentDecisions
 from analysis.explain.hash_rules import Column, HashRule, PromptHashes, RuleFinder, Variant
-from analysis.explain.page_history import PageHistory
-from analysis.explain.partings import partings
+from analysis.explain.page_history import PageHistory, partings
 from analysis.stream_history import StreamHistory, batch_position
 from indexer.applier import PlainRun
 from indexer.replay import ApplyObserver, Replay
 from indexer.views import View, ViewState
-from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch, stores_with_tokens
-from kv_events.errors import RecordRejectedError
+from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, batch_or_none, stores_with_tokens
 from kv_events.hashing import U64Array
 from kv_events.http.explanations import BatchPosition
 from kv_events.kernels.batches import END_EVENT, EPOCH, FIRST_EVENT, IS_REMOVAL, NUM_PAGES, PAGES, ROW, SEQ
@@ -239,22 +236,20 @@ class PromptTracer(ApplyObserver):
             missing = int(asked.hashes[page]) if page < len(asked.hashes) else 0
             self._awaited[record.key] = trace.last, page, missing
         if missing and page not in trace.later and missing.to_bytes(8, "little") in record.payload:
-            with suppress(RecordRejectedError):
-                batch = decode_batch(record.payload)
-                if any(isinstance(step, StoredPages) and missing in step.hashes for step in batch.steps):
-                    trace.later[page] = self._batch(batch)
+            batch = batch_or_none(record.payload)
+            if batch is not None and any(
+                isinstance(step, StoredPages) and missing in step.hashes for step in batch.steps
+            ):
+                trace.later[page] = self._batch(batch)
 
     def _note_first(self, index: int | None, record: LogRecord) -> None:
         """Note a record, which may be the first one of its stream. Most need not be decoded for that."""
         self._index, self._record = index, record
         if record.key in self._keys:
             return
-        try:
-            batch = decode_batch(record.payload)
-        except RecordRejectedError:
-            return
-        self._keys.add(record.key)
-        self.first_records.setdefault(batch.stream, (self._batch(batch), batch.block_size))
+        if (batch := batch_or_none(record.payload)) is not None:
+            self._keys.add(record.key)
+            self.first_records.setdefault(batch.stream, (self._batch(batch), batch.block_size))
 
     def _note(self, view: View, batch: DecodedBatch) -> None:
         if split_group(batch.stream.model)[1] is not None:

@@ -10,8 +10,7 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from api.problems import ProblemError
-from api.queries.body_formats import decode_as
-from api.queries.large_bodies import Body, BodyFormat, Data, elements, slimmed
+from api.queries.body_formats import Body, BodyFormat, Data, decode_as, elements, slimmed
 from api.queries.parsing import BY_ANY, decode_question
 from api.queries.routes import RawEndpoint, json_response
 from indexer.consumer import Consumer

@@ -78,13 +78,13 @@ class DecisionWindow:
 
     def report(self, now: float, range_s: float = WINDOW_S) -> DecisionFunnel:
         """Return the funnel of the hour before `now`, in seconds since 1970. range_s: of the curve."""
-        finished = _sum(self._finished, now)
+        everything, finished = (_curve(each, now, WINDOW_S, WINDOW_S)[0] for each in (self._all, self._finished))
         step_s = float(max(_BUCKET_S, round(range_s / _STEPS / _BUCKET_S) * _BUCKET_S))
         recent = [_seen(*each) for each in self._recent if each[0].timestamp > now - WINDOW_S]
         return DecisionFunnel(
             time=now,
             window_s=WINDOW_S,
-            all=_sum(self._all, now),
+            all=everything,
             finished=finished,
             decisions=sorted(recent, key=lambda each: -each.time),
             **self._losses(now),
@@ -191,13 +191,6 @@ def _add(buckets: dict[int, list[int]], placed: Placed, cached_tokens: int = 0) 
     sums[2] += max(predicted, placed.best_tokens or 0)
     sums[3] += predicted
     sums[4] += cached_tokens
-
-
-def _sum(buckets: dict[int, list[int]], now: float) -> FunnelSums:
-    first, last = int((now - WINDOW_S) // _BUCKET_S), int(now // _BUCKET_S)
-    rows = [sums for minute, sums in buckets.items() if first < minute <= last]
-    totals = [sum(column) for column in zip(*rows, strict=True)]
-    return FunnelSums(**dict(zip(_FIELDS, totals, strict=bool(totals))))
 
 
 def _curve(buckets: Mapping[int, list[int]], now: float, range_s: float, step_s: float) -> list[FunnelSums]:

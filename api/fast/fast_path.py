@@ -20,11 +20,9 @@ from api.fast.kernel_connections import DirectPlan, KernelConnections
 from api.fast.kernels.connections import MAX_REQUEST_BYTES
 from api.fast.kernels.query import Times
 from api.fast.local_answers import LocalAnswers
-from api.fast.request_templates import RequestTemplate
-from api.fast.templates import BodyTemplate, Question, TemplateCache
+from api.fast.templates import BodyTemplate, Question, RequestTemplate, TemplateCache
 from api.problems import ProblemError
-from api.queries.body_formats import format_of
-from api.queries.large_bodies import JSON, is_large
+from api.queries.body_formats import JSON, format_of, is_large
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
 from api.telemetry.requests import end_request, start_request
@@ -126,7 +124,7 @@ class FastPath:
         self._fields = fields
         # each request may be sampled, which the kernels of direct connections cannot decide
         can_be_direct = settings.max_body_bytes >= MAX_REQUEST_BYTES and not with_traces
-        self.direct = KernelConnections(self._plan, self._times, metrics.queries.record_many) if can_be_direct else None
+        self.direct = KernelConnections(self._plan, self._times, metrics.queries.note) if can_be_direct else None
 
     def answer(self, head: Head, data: bytes, start: int) -> bytes | None:
         """Return the answer to the body data[start:], or None if the request must be passed to FastAPI."""

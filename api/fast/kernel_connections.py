@@ -22,19 +22,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from api.fast.kernels.connections import (
-    CUT,
-    NUM_FUNCTIONS,
-    RETURNED,
-    ROOM_BYTES,
-    UNREAD,
-    SocketBuffers,
-    read_requests,
-)
+from api.fast.kernels import connections as kernels
 from api.fast.kernels.head import NUM_FOUND
 from api.fast.kernels.query import Times
 from api.fast.kernels.recognise import NAME, NAME_END, NUM_BORDERS, UNRECOGNISED
-from api.fast.request_templates import RequestTemplate, TemplateTable
+from api.fast.templates import RequestTemplate, TemplateTable
 from api.fast.writer import texts
 from kv_events.kernels.bundles import pin
 from kv_events.runtime.outages import RateLimitedLogger
@@ -72,7 +64,7 @@ class DirectPlan(Protocol):
         """Bound on the size of an answer."""
 
     def answer_requests(
-        self, sockets: SocketBuffers, count: int, head_size: int, times: Times, names: Sequence[str]
+        self, sockets: kernels.SocketBuffers, count: int, head_size: int, times: Times, names: Sequence[str]
     ) -> int:
         """Answer `count` requests, as the kernel of this name does. names: theirs, empty if they have none."""
 
@@ -164,13 +156,13 @@ class KernelConnections:
             return
         count, sockets = len(ready), self._sockets
         sockets.connections[:count] = ready
-        read_requests(self._pinned, self._templates.pinned, count)
+        kernels.read_requests(self._pinned, self._templates.pinned, count)
         self._ready, self._borders = ready, sockets.borders[:count].tolist()
         for number, template in enumerate(sockets.templates[:count].tolist()):
             alike.setdefault(template, []).append(number)
         self._answered_at.update(dict.fromkeys(ready, asyncio.get_running_loop().time()))
         read_s = (time.perf_counter() - began) / count
-        alike.pop(UNREAD, None)
+        alike.pop(kernels.UNREAD, None)
         pending = [self._request(number) for number in alike.pop(UNRECOGNISED, ())]
         for template, members in alike.items():
             try:
@@ -198,9 +190,9 @@ class KernelConnections:
         self._sockets.members[:count] = members
         if plan.answer_requests(self._pinned, count, self._head_size, self._times(), names) < count:
             outcomes = list(zip(members, self._sockets.outcomes[members].tolist(), strict=True))
-            pending = [self._request(number) for number, outcome in outcomes if outcome == RETURNED]
+            pending = [self._request(number) for number, outcome in outcomes if outcome == kernels.RETURNED]
             count -= len(pending)
-            pending += [self._rest(number) for number, outcome in outcomes if outcome == CUT]
+            pending += [self._rest(number) for number, outcome in outcomes if outcome == kernels.CUT]
         if count and template.path:
             self._note(template.path, read_s + (time.perf_counter() - began) / count, count)
         return pending
@@ -244,18 +236,18 @@ class KernelConnections:
         if len(self._sockets.rests) < len(self._sockets.head) + answer_bytes:
             self._use(self._sockets._replace(rests=np.zeros(2 * (len(self._sockets.head) + answer_bytes), np.uint8)))
 
-    def _use(self, sockets: SocketBuffers) -> None:
+    def _use(self, sockets: kernels.SocketBuffers) -> None:
         self._sockets, self._pinned = sockets, pin(sockets)
 
 
-def _empty_buffers() -> SocketBuffers:
-    return SocketBuffers(
+def _empty_buffers() -> kernels.SocketBuffers:
+    return kernels.SocketBuffers(
         _functions(),
         np.zeros(MOST_AT_ONCE, np.int32),
         np.zeros(MOST_AT_ONCE, np.int32),
         np.zeros(MOST_AT_ONCE, np.int32),
         np.zeros(MOST_AT_ONCE, np.int32),
-        np.zeros(ROOM_BYTES, np.uint8),
+        np.zeros(kernels.ROOM_BYTES, np.uint8),
         np.zeros((MOST_AT_ONCE, NUM_BORDERS), np.int64),
         np.zeros(_LENGTH_BYTES, np.uint8),
         texts((_HEAD_END,)),
@@ -270,5 +262,5 @@ def _functions() -> npt.NDArray[np.uint64]:
     """Return the addresses of the C library's functions, see `kernels.connections.READ`."""
     library = ctypes.CDLL(None)
     addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in (library.read, library.writev)]
-    assert len(addresses) == NUM_FUNCTIONS
+    assert len(addresses) == kernels.NUM_FUNCTIONS
     return np.array(addresses, np.uint64)

@@ -1,4 +1,4 @@
-"""Templates: the part of a JSON query around its numbers.
+"""Templates: the part of a JSON query around its numbers, and of a whole request, by which kernels recognise it.
 
     {"model_name":"m","token_ids":[1,2,3],"selection_id":"a-17"}      body
     {"model_name":"m","token_ids":[     ],"selection_id":"    "}      template
@@ -8,18 +8,26 @@ random numbers and a random name in it. If it returns them, the array is the pro
 nested object or of a field that occurs twice, and so is the name. A kernel reads the real numbers.
 """
 
+from __future__ import annotations
+
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable
-from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
+import numpy as np
 
-from api.fast.kernels.recognise import MAX_TEMPLATE_BYTES, NAME_PATTERN
+from api.fast.heads import Head, request_line
+from api.fast.kernels import recognise
+from api.fast.kernels.connections import MAX_REQUEST_BYTES
+from api.fast.kernels.text import MARGIN, Texts
 from api.problems import ProblemError
+from kv_events.kernels.bundles import pin
 
-_MAX_KEPT = 4096
-
+_MAX_KEPT, _TEXT_BYTES = 2**12, 2**20
+"""Bounds on the templates that are kept, and on the text of those of a table. What is full is cleared."""
+_AUTHORIZATION = 3
 _SENTINELS = [secrets.randbits(32) for _ in range(3)]
 _SENTINEL_NAME = secrets.token_hex(16)
 """Numbers and a name that no client can know."""
@@ -53,7 +61,7 @@ class TemplateCache(Generic[Question]):
         """fields: names of the arrays that the route accepts as a prompt."""
         self._decode = decode
         self._array = re.compile(rb'"(?:%s)" ?: ?\[' % "|".join(fields).encode())
-        self._name = re.compile(NAME_PATTERN)
+        self._name = re.compile(recognise.NAME_PATTERN)
         self._last: dict[bytes, BodyTemplate[Question]] = {}  # by the text before the numbers, the newest one
         self._kept: dict[tuple[bytes, ...], Question | None] = {}  # by the pieces
 
@@ -68,7 +76,7 @@ class TemplateCache(Generic[Question]):
         if found is None:
             return None
         first, end = found.end(), data.find(b"]", found.end())
-        if end < 0 or first - start + len(data) - end > MAX_TEMPLATE_BYTES:
+        if end < 0 or first - start + len(data) - end > recognise.MAX_TEMPLATE_BYTES:
             return None
         before, after = data[start:first], data[end:]
         name, pieces = self._split(before, after)
@@ -111,3 +119,87 @@ def _keep(kept: dict[_Key, _Value], key: _Key, value: _Value) -> None:
     if len(kept) == _MAX_KEPT:
         kept.clear()
     kept[key] = value
+
+
+class RequestTemplate(NamedTuple):
+    """What requests have in common that ask the same about different prompts."""
+
+    path: str
+    """Empty: the requests have no body."""
+    question: Any
+    """As the route of the path decodes it. Without a body: the last of `Head.parameters`."""
+    pieces: tuple[bytes, ...]
+    """Request line; values of Content-Type, Host and Authorization, the last one empty if any is accepted; the body
+    around the numbers and the name, see `BodyTemplate.pieces`."""
+    generation: int
+    """`HeadReader.generation` when the head was accepted."""
+
+    @classmethod
+    def of(cls, head: Head, template: BodyTemplate[Any], generation: int) -> RequestTemplate | None:
+        """Return the template of a request, or None if a kernel cannot read such requests."""
+        if head.content_length > MAX_REQUEST_BYTES:
+            return None
+        if max(template.before.count(b"["), template.after.count(b"]")) > recognise.MOST_ARRAYS:
+            return None
+        pieces = (request_line(head.path), *head.caller.lines, *template.pieces)
+        found = cls(head.path, template.question, pieces, generation)
+        has_odd_name = getattr(template.question, "selection_id", None) and not found.is_named
+        return None if has_odd_name else found  # a kernel would not see the name, and would give another one
+
+    @classmethod
+    def without_body(cls, head: Head, generation: int) -> RequestTemplate:
+        """Return the template of requests without a body."""
+        (_, host, token), (*_, step) = head.caller.lines, head.parameters
+        rest = b"%b HTTP/1.1\r\n" % (b"" if step is None else b"/" + step)
+        begin = recognise.LINES_BEFORE_NAMES[step is not None]
+        return cls("", step, (begin, b"", host, token, rest, b"", b"", b""), generation)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether requests have names, which differ."""
+        return bool(self.pieces[recognise.BEFORE_REST] or self.pieces[recognise.AFTER_REST]) or not self.path
+
+
+class TemplateTable:
+    """The templates that a kernel recognises."""
+
+    def __init__(self) -> None:
+        self._table = recognise.Templates(
+            Texts(np.zeros(_TEXT_BYTES, np.uint8), np.zeros(recognise.NUM_PIECES * _MAX_KEPT + 1, np.int64)),
+            np.full(2 * _MAX_KEPT, recognise.UNRECOGNISED, np.int32),
+            np.zeros(1, np.bool_),
+            np.zeros((recognise.NUM_PIECES, 2), np.int64),
+        )
+        self.pinned = pin(self._table)
+        """`Templates` for the kernels."""
+        self._numbers: dict[tuple[bytes, ...], int] = {}
+        self._kept: list[RequestTemplate] = []
+
+    def __getitem__(self, number: int) -> RequestTemplate:
+        """Return a template by its number."""
+        return self._kept[number]
+
+    def add(self, template: RequestTemplate) -> None:
+        """Add a template, or replace the one with the same pieces."""
+        number = self._numbers.get(template.pieces)
+        if number is not None:
+            self._kept[number] = template
+            return
+        texts, text, has_token = self._table.texts, b"".join(template.pieces), bool(template.pieces[_AUTHORIZATION])
+        number = len(self._kept)
+        begin = int(texts.ends[recognise.NUM_PIECES * number])
+        if number == _MAX_KEPT or begin + len(text) + MARGIN > _TEXT_BYTES or has_token != self._table.has_token[0]:
+            self._clear()
+            number = begin = 0
+        self._table.has_token[0] = has_token
+        texts.data[begin : begin + len(text)] = np.frombuffer(text, np.uint8)
+        ends = np.cumsum([begin, *map(len, template.pieces)])
+        texts.ends[recognise.NUM_PIECES * number : recognise.NUM_PIECES * (number + 1) + 1] = ends
+        recognise.add_template(self.pinned, number)
+        self._numbers[template.pieces] = number
+        self._kept.append(template)
+
+    def _clear(self) -> None:
+        self._table.slots[:] = recognise.UNRECOGNISED
+        self._numbers.clear()
+        self._kept.clear()

@@ -36,7 +36,7 @@ from api.fast.kernels.query import (
     answer_query,
 )
 from api.fast.kernels.text import MARGIN, Texts
-from api.queries.encoding import hint_of
+from api.queries.answers import hint_of
 from api.queries.kernels.numbers import read_hashes
 from indexer.freshness import Freshness
 from indexer.kernels.find import PageLookup

@@ -1,4 +1,7 @@
-"""GET /fleet: all workers, those in trouble first, and whether their views are true."""
+"""GET /fleet: all workers, those in trouble first, and whether their views are true.
+
+The verdict is one or two sentences that a person on call can act on.
+"""
 
 from collections import Counter
 from collections.abc import Generator
@@ -7,16 +10,17 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from api.page.health import FleetHealth, severity, verdict
 from api.page.state import PageState
 from api.page.worker_history import INTERVAL_S, WorkerHistory
 from api.workers.description import Cause, Engines, WorkerStreams, readers_of, worker_streams
+from indexer.freshness import NO_HEARTBEAT
 from indexer.namespaces import NamespaceKey
-from indexer.views import View, ViewState, least_trusted
+from indexer.tenants import TENANT_STREAMS
+from indexer.views import INDEX_FULL, TENANT_PAGES, View, ViewState, least_trusted
 from kv_events.http.fleet import Fleet, FleetRank, FleetWorker, StateChange
 from kv_events.http.workers import Listener
-from kv_events.runtime.words import natural_order
-from kv_events.schema import BATCHES_LOST, MEDIA, counted_reason
+from kv_events.runtime.words import duration, natural_order
+from kv_events.schema import BATCHES_LOST, CLOSED, LEDGER_FULL, MEDIA, counted_reason
 from kv_events.streams import StreamId
 from selection.book import Booked
 
@@ -64,12 +68,12 @@ def describe_fleet(scene: PageState) -> Generator[None, None, FleetAnswer]:
     for worker in workers:
         encoded.append(msgspec.Raw(_encoder.encode(worker)))
         yield
-    found: FleetHealth = verdict(workers, now, scene.views.why_not_ready(), scene.next_step)
+    level, parts = verdict(workers, now, scene.views.why_not_ready(), scene.next_step)
     fleet = Fleet(
         time=now,
         is_past=scene.is_past,
-        level=found.level,
-        verdict=found.parts,
+        level=level,
+        verdict=parts,
         states=Counter(worker.state for worker in workers),
         num_workers=len(workers),
         num_selected=len(workers),
@@ -212,3 +216,86 @@ def _silent_rank(key: NamespaceKey, worker: str, dp_rank: int, listener: Listene
         seq=listener.seq,
         pages=listener.pages,
     )
+
+
+OK, WARNING, TROUBLE, EMPTY, STARTING = "ok", "warning", "trouble", "empty", "starting"
+
+_TROUBLE = {ViewState.STALE: 0, ViewState.EXPIRED: 1, ViewState.SYNCING: 2, ViewState.LIVE: 4}
+_LEFT = 3
+_REASONS = {
+    "new": "its first batches are not complete",
+    "gap": "batches were lost",
+    "digest": "its digest differs from the engine's",
+    "restart": "its engine or publisher restarted",
+    LEDGER_FULL: "its publisher's ledger was full, and left pages out",
+    INDEX_FULL: "the index is full",
+    TENANT_PAGES: "its tenant holds as many pages as it may",
+    TENANT_STREAMS: "its tenant has as many worker streams as it may",
+}
+
+
+def severity(worker: FleetWorker) -> int:
+    """Return the rank of a worker by severity: 0 is the worst, 4 is live."""
+    return _LEFT if worker.reason == CLOSED else _TROUBLE[ViewState(worker.state)]
+
+
+def verdict(
+    workers: list[FleetWorker], now: float, why_not_ready: str, next_step: str
+) -> tuple[str, list[str | float]]:
+    """Return `Fleet.level` and `Fleet.verdict`. workers: those in trouble first. why_not_ready: or "".
+
+    next_step: what to do without a worker.
+    """
+    if why_not_ready:
+        known = f"{len(workers):,} workers are known so far." if workers else "No worker is known yet."
+        return STARTING, [f"Not ready: {why_not_ready}. {known}"]
+    if not workers:
+        return EMPTY, [f"No worker is known: {next_step}."]
+    live = [worker for worker in workers if worker.state == ViewState.LIVE.value]
+    if len(live) < len(workers):
+        level = TROUBLE if severity(workers[0]) < _TROUBLE[ViewState.SYNCING] else WARNING
+        worst = workers[0]
+        remedy = f" {worst.remedy}" if worst.remedy and not worst.is_resync_requested and level == TROUBLE else ""
+        return level, [*_about(worst), remedy, _about_others(len(workers), len(live))]
+    agreed = min(worker.agreed_at or 0.0 for worker in live)
+    text = f"{len(live):,} of {len(live):,} workers live. Views equal what the engines reported as of "
+    text += f"{duration(round(max(0.0, now - agreed) * 1000))} ago (digests)."
+    broken = sum(each.state != ViewState.LIVE.value for worker in live for each in worker.ranks)
+    if broken:
+        return WARNING, [f"{text} {broken:,} group stream{'s are' if broken > 1 else ' is'} not live."]
+    return OK, [text]
+
+
+def _about(worker: FleetWorker) -> list[str | float]:
+    pages, name = sum(worker.pages.values()), worker.worker
+    if worker.reason == CLOSED:
+        return [f"{name} left", *_since(" at ", worker), ": its publisher was closed. Answers leave it out."]
+    if worker.state == ViewState.EXPIRED.value:
+        silent = f": silent for {duration(round(worker.age_s * 1000))}. Answers leave it out."
+        return [f"{name} expired", *_since(" at ", worker), silent]
+    if worker.state == ViewState.SYNCING.value:
+        return [f"{name} is being resynchronised; answers use its {pages:,} pages until the resync ends."]
+    if worker.endpoint and worker.endpoint not in worker.cause:
+        name += f" ({worker.endpoint})"
+    used = f". Answers still use {pages:,} of its pages." if pages else ". Answers have none of its pages."
+    return [f"{name} stale", *_since(" since ", worker), f": {_why(worker)}{used}"]
+
+
+def _since(word: str, worker: FleetWorker) -> list[str | float]:
+    return [] if worker.since is None else [word, worker.since]
+
+
+def _why(worker: FleetWorker) -> str:
+    why = worker.cause if worker.cause != worker.reason else _REASONS.get(worker.reason, worker.reason)
+    if worker.reason == NO_HEARTBEAT:
+        why = f"no heartbeat for {duration(round(worker.age_s * 1000))}"
+    elif worker.missing_batches and worker.reason == "gap":
+        why = f"{worker.missing_batches:,} batch{'es' if worker.missing_batches > 1 else ''} lost"
+    return f"{why}, resync asked for" if worker.is_resync_requested else why
+
+
+def _about_others(total: int, live: int) -> str:
+    others = total - live - 1
+    if others:
+        return f" {others:,} more of {total:,} workers {'are' if others > 1 else 'is'} not live."
+    return f" The other {live:,} workers are live." if live > 1 else " The other worker is live." if live else ""

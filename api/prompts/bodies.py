@@ -4,9 +4,24 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from api.problems import ProblemError, ProblemKind
 from kv_events.errors import InvalidValueError
+from kv_events.hashing import U32Array
+from kv_events.http.queries import MediaSpan
+
+
+class Rendered(NamedTuple):
+    """The tokens that an engine makes of a prompt, or why they are not known."""
+
+    token_ids: U32Array = np.empty(0, np.uint32)
+    """uint32[n]."""
+    media: tuple[MediaSpan, ...] = ()
+    """What they contain besides text."""
+    degraded: str = ""
+    """Why there are no tokens. Empty: there are."""
+
 
 ROUTES = {"messages": "chat/completions", "prompt": "completions", "input": "responses"}
 """Field that holds a prompt -> the engine's route for such bodies. Anthropic's have `messages`, too."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from api.http_pool import NoAnswerError
-from api.prompts.rendered import Rendered
+from api.prompts.bodies import Rendered
 from kv_events.errors import InvalidValueError
 from kv_events.runtime.variables import variable
 

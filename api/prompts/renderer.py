@@ -2,29 +2,131 @@
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import partial
+from http import HTTPStatus
+from typing import Annotated, Any
 
-from api.http_pool import NoAnswerError
+import msgspec
+import numpy as np
+
+from api.http_pool import HttpAnswer, HttpPool, NoAnswerError
 from api.problems import ProblemError, ProblemKind
-from api.prompts.bodies import TRUNCATED, engine_body
-from api.prompts.engine import NO_ENGINE, EngineRenderer
+from api.prompts.bodies import TRUNCATED, EngineBody, Rendered, engine_body
 from api.prompts.local import LocalTokenizer
-from api.prompts.rendered import Rendered, RenderedCache
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import token_array
+from kv_events.http.queries import MediaSpan
+from kv_events.limits import MAX_TOKEN_ID, MAX_TOKENS_PER_QUERY
+
+NO_ENGINE = "none is known; start the service with --tokenize-url, the address of a vLLM or SGLang engine"
+_MAX_ANSWER_BYTES = 32 * 2**20
+_NO_ROUTE = frozenset({HTTPStatus.FORBIDDEN, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED})
+_LONGEST_TEXT = 200
+_HEADERS = {"Content-Type": "application/json"}
+_Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+_Tokens = Annotated[list[_Token], msgspec.Meta(max_length=MAX_TOKENS_PER_QUERY)]
+
+
+class _Place(msgspec.Struct, frozen=True):
+    offset: Annotated[int, msgspec.Meta(ge=0)]
+    length: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Features(msgspec.Struct, frozen=True):
+    """Media, by modality."""
+
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[_Place]]
+
+
+class _RenderAnswer(msgspec.Struct, frozen=True):
+    """vLLM's answer about a chat. About a completion it is a list with one for each prompt."""
+
+    token_ids: _Tokens
+    features: _Features | None = None
+
+
+class _TokenizeAnswer(msgspec.Struct, frozen=True):
+    tokens: _Tokens
+
+
+_render_answer = msgspec.json.Decoder(_RenderAnswer | list[_RenderAnswer])
+_tokenize_answer = msgspec.json.Decoder(_TokenizeAnswer)
+
+
+class EngineRenderer:
+    """A client of one engine. Belongs to one event loop."""
+
+    def __init__(self, url: str | None) -> None:
+        self._url = url and url.rstrip("/")
+        self._http = HttpPool(_MAX_ANSWER_BYTES)
+        self.close = self._http.close
+
+    async def render(self, asked: EngineBody, deadline_s: float) -> Rendered:
+        """Return the tokens of a body. Raises NoAnswerError, also if the engine refuses it."""
+        if self._url is None:
+            raise NoAnswerError(NO_ENGINE)
+        send = partial(self._http.send, "POST", deadline_s=deadline_s, headers=_HEADERS, body=asked.data)
+        try:
+            answer = await send(self._url + asked.path)
+            if not _lacks_route(answer):
+                return _of_render(_checked(answer))
+            if not asked.can_be_tokenized:
+                raise NoAnswerError(f"it has no {asked.path}; vLLM has, with --enable-scale-out")
+            tokens = _tokenize_answer.decode(_checked(await send(f"{self._url}/tokenize"))).tokens
+            return Rendered(np.array(tokens, np.uint32))
+        except (msgspec.DecodeError, ValueError, KeyError, RecursionError) as error:
+            raise NoAnswerError(f"its answer cannot be read: {error}") from None
+
+
+def _lacks_route(answer: HttpAnswer) -> bool:
+    """Return whether the engine lacks a route. An engine that has it answers 404, too: `error` names the model."""
+    return answer.status in _NO_ROUTE or (answer.status == HTTPStatus.NOT_FOUND and b'"error"' not in answer.body)
+
+
+def _checked(answer: HttpAnswer) -> bytes:
+    if answer.status != HTTPStatus.OK:
+        said = " ".join(answer.body[:_LONGEST_TEXT].decode(errors="replace").split())
+        raise NoAnswerError(f"it answers with status {answer.status}: {said}")
+    return answer.body
+
+
+def _of_render(body: bytes) -> Rendered:
+    """Return the tokens and media of an answer. Raises ValueError, KeyError if it is not about one prompt."""
+    answers = _render_answer.decode(body)
+    (answer,) = answers if isinstance(answers, list) else [answers]
+    media = [
+        MediaSpan(hash=name, offset=place.offset, length=place.length)
+        for kind, names in (answer.features.mm_hashes if answer.features else {}).items()
+        for name, place in zip(names, answer.features.mm_placeholders[kind], strict=True)
+    ]
+    if sum(span.length for span in media) > len(answer.token_ids):
+        raise ValueError("its media are longer than the prompt")
+    return Rendered(np.array(answer.token_ids, np.uint32), tuple(media))
+
+
+_MAX_CACHED = 256
+_MAX_CACHED_TOKENS = 2**16
+_MAX_AGE_S = 60.0  # chat templates may contain the date
 
 
 class PromptRenderer:
-    """Renders prompts, a bounded number of them at once. Belongs to one event loop."""
+    """Renders prompts, a bounded number of them at once. Belongs to one event loop.
+
+    It keeps the tokens of whole bodies for a minute: the newest 256 prompts of at most 65,536 tokens. The tokens of one
+    body say nothing of another body that begins alike: a chat template may look at all messages before it writes the
+    first, and a tokenizer merges across the border of two texts.
+    """
 
     def __init__(self, settings: ApiSettings) -> None:
         """Raises InvalidValueError if the file of the tokenizer cannot be read."""
         self._deadline_s = settings.tokenize_timeout_s
         self._turns = asyncio.Semaphore(settings.tokenize_at_once)
-        self._cache = RenderedCache()
+        self._cached: dict[bytes, tuple[float, Rendered]] = {}  # by body, until when; the oldest first
         self.outcomes = dict.fromkeys(("rendered", "cached", "failed"), 0)
         """Bodies with text, by what became of them."""
         self._engine = EngineRenderer(settings.tokenize_url)
@@ -54,7 +156,8 @@ class PromptRenderer:
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
         asked = engine_body(body)
         key = hashlib.blake2b(asked.path.encode() + asked.data, digest_size=16).digest()
-        if (kept := self._cache.get(key)) is not None:
+        until, kept = self._cached.get(key, (0.0, None))
+        if kept is not None and time.monotonic() < until:
             self.outcomes["cached"] += 1
             return kept
         try:
@@ -67,7 +170,11 @@ class PromptRenderer:
             self.outcomes["failed"] += 1
             return Rendered(degraded=f"the tokenizer: {str(error) or f'no answer within {deadline_s:g} s'}")
         self.outcomes["rendered"] += 1
-        self._cache.put(key, found)
+        if len(found.token_ids) <= _MAX_CACHED_TOKENS:
+            self._cached.pop(key, None)
+            self._cached[key] = time.monotonic() + _MAX_AGE_S, found
+        if len(self._cached) > _MAX_CACHED:
+            del self._cached[next(iter(self._cached))]
         return found
 
     async def tokens(self, body: Mapping[str, Any], deadline_s: float | None = None) -> Rendered:

@@ -13,8 +13,7 @@ from starlette.responses import Response
 from analysis.explain.asked_prompt import EXIT_REFUSED, ExplainError, ExplainJob
 from api.background import run_in_daemon_thread
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import decode_as
-from api.queries.large_bodies import BodyFormat, is_large, slimmed
+from api.queries.body_formats import BodyFormat, decode_as, is_large, slimmed
 from api.queries.parsing import BY_ANY, decode_question
 from api.queries.routes import RawEndpoint, json_response
 from kv_events.errors import InvalidValueError

@@ -5,15 +5,25 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from msgspec import UNSET
 
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import ITEMS, RANGES, Query, decode_query
+from api.queries.body_formats import (
+    ITEMS,
+    JSON,
+    NUMBERS,
+    RANGES,
+    BodyFormat,
+    Data,
+    Query,
+    decode_query,
+    number_slices,
+    slimmed,
+)
 from api.queries.kernels.numbers import read_tokens
-from api.queries.large_bodies import JSON, BodyFormat, Data, number_slices, slimmed
 from kv_events.errors import InvalidValueError
 from kv_events.http.parsed_query import ParsedQuery, PromptArray, Weights
 from kv_events.http.queries import PeerQuery, TierWeights
@@ -24,20 +34,6 @@ from kv_events.streams import DEFAULT_TENANT
 _HIGHEST_WEIGHT = 1e6
 
 
-class _Kind(NamedTuple):
-    typecode: str
-    """Type code of `array`, which packs a list in C and refuses values out of range."""
-    dtype: str
-    """numpy type of the packed bytes."""
-    most: int
-
-
-_KINDS = {
-    "token_ids": _Kind("I", "<u4", MAX_TOKENS_PER_QUERY),
-    "seq_hashes": _Kind("Q", "<u8", MAX_HASHES_PER_QUERY),
-    "block_hash": _Kind("Q", "<u8", MAX_HASHES_PER_QUERY),
-    "block_hashes": _Kind("q", "<u8", MAX_HASHES_PER_QUERY),
-}
 BY_TOKENS = ("token_ids",)
 BY_HASH = ("seq_hashes", "block_hashes", "block_hash")
 BY_ANY = BY_TOKENS + BY_HASH
@@ -120,8 +116,7 @@ def _prompt_field(query: Query, fields: Collection[str]) -> str:
 
 def numbers_of(field: str, value: list[int] | bytes) -> PromptArray:
     """Pack a list of numbers. Raises InvalidValueError naming the first element out of range."""
-    kind = _KINDS[field]
-    dtype = np.dtype(kind.dtype)
+    dtype = _dtype(field)
     if isinstance(value, list):
         _check_count(field, len(value))
         return np.frombuffer(_packed(field, value), dtype)
@@ -132,17 +127,23 @@ def numbers_of(field: str, value: list[int] | bytes) -> PromptArray:
 
 
 def _check_count(field: str, count: int) -> None:
-    if count > _KINDS[field].most:
-        raise InvalidValueError(f"len({field})", count, f"at most {_KINDS[field].most}")
+    most = MAX_TOKENS_PER_QUERY if field in BY_TOKENS else MAX_HASHES_PER_QUERY
+    if count > most:
+        raise InvalidValueError(f"len({field})", count, f"at most {most}")
+
+
+def _dtype(field: str) -> np.dtype[Any]:
+    """Return the numpy type of packed numbers. Signed hashes are taken as unsigned ones."""
+    return np.dtype("<u4" if field in BY_TOKENS else "<u8")
 
 
 def _packed(field: str, numbers: list[int], first: int = 0) -> array[int]:
     """first: position of the first number in the whole list."""
     try:
-        return array(_KINDS[field].typecode, numbers)
+        return array(NUMBERS[field], numbers)
     except OverflowError:
-        low, high = RANGES[field]
-        position = next(i for i, number in enumerate(numbers) if not low <= number <= high)
+        bounds = RANGES[field]
+        position = next(i for i, number in enumerate(numbers) if not bounds.min <= number <= bounds.max)
         raise InvalidValueError(f"{field}[{first + position}]", numbers[position], ITEMS[field]) from None
 
 
@@ -158,11 +159,11 @@ def long_numbers(field: str, value: memoryview, form: BodyFormat) -> PromptArray
             return tokens[:count]
     if form is not JSON and value[0] in _PACKED:
         return numbers_of(field, form.decode(value))
-    packed = array(_KINDS[field].typecode)
+    packed = array(NUMBERS[field])
     for numbers in number_slices(field, value, form, ITEMS[field]):
         packed += _packed(field, numbers, len(packed))
         _check_count(field, len(packed))
-    return np.frombuffer(packed, _KINDS[field].dtype)
+    return np.frombuffer(packed, _dtype(field))
 
 
 def _weights(given: TierWeights) -> Weights:

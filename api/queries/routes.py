@@ -9,15 +9,24 @@ from http import HTTPStatus
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
-from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.access.rate_limits import OF_REQUEST, TenantRates
 from api.problems import ProblemError, ProblemKind
 from api.queries.answers import MISSING_HEADER, Answerer
-from api.queries.body_formats import decode_as, decode_query_batch, format_of
-from api.queries.large_bodies import JSON, MSGPACK, Body, BodyFormat, Data, LargeBodies
+from api.queries.body_formats import (
+    JSON,
+    MSGPACK,
+    Body,
+    BodyFormat,
+    Data,
+    LargeBodies,
+    decode_as,
+    decode_query_batch,
+    format_of,
+)
 from api.queries.parsing import BY_ANY, BY_HASH, BY_TOKENS, decode_question
 from api.queries.text import TokensOf, has_text, without_text
 from indexer.slices import Slices
@@ -28,10 +37,6 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 Handler = Callable[[Body, BodyFormat], Awaitable[Response]]
-
-
-class ClientDisconnectedError(Exception):
-    """The caller disconnected before the whole body arrived."""
 
 
 class QueryRoutes:
@@ -130,14 +135,13 @@ class RawEndpoint:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
+        request = Request(scope, receive)
         try:
-            body_format = format_of(headers.get("content-type"))
-            body = await read_body(receive, headers.get("content-length"), self._max_body_bytes)
-            response = await self._handler(body, body_format)
+            body_format = format_of(request.headers.get("content-type"))
+            response = await self._handler(await read_body(request, self._max_body_bytes), body_format)
         except ProblemError as problem:
             response = problem.response()
-        except ClientDisconnectedError:
+        except ClientDisconnect:
             return
         await response(scope, receive, send)
 
@@ -158,26 +162,20 @@ def missing_header(partitions: Iterable[int]) -> dict[str, str]:
     return {MISSING_HEADER: named} if named else {}
 
 
-async def read_body(receive: Receive, content_length: str | None, limit: int) -> Body:
+async def read_body(request: Request, limit: int) -> Body:
     """Read the whole body, at most `limit` bytes, whatever length was announced.
 
-    Raises ProblemError (413), and ClientDisconnectedError if the client leaves before.
+    Raises ProblemError (413), and ClientDisconnect if the client leaves before.
     """
-    if content_length is not None and content_length.isdecimal() and int(content_length) > limit:
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit:
         raise _too_large(limit)
     body = bytearray()  # grows in place; to join many parts of a large body would hold up other callers
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnectedError
-        chunk = message.get("body", b"")
+    async for chunk in request.stream():
         if len(body) + len(chunk) > limit:
             raise _too_large(limit)
-        if not body and not message.get("more_body", False):
-            return bytes(chunk)
         body += chunk
-        if not message.get("more_body", False):
-            return body
+    return body
 
 
 def _too_large(limit: int) -> ProblemError:

@@ -5,9 +5,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from api.prompts.bodies import ROUTES
-from api.prompts.rendered import Rendered
-from api.queries.large_bodies import MAX_FIELDS, NUMBERS, Body, BodyFormat
+from api.prompts.bodies import ROUTES, Rendered
+from api.queries.body_formats import MAX_FIELDS, NUMBERS, Body, BodyFormat
 from kv_events.http.queries import PeerQuery, RfcQuery
 
 MAX_TEXT_BYTES = 8 * 2**20

@@ -8,10 +8,8 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from fastapi import APIRouter
-from prometheus_client import CollectorRegistry
-from starlette.datastructures import Headers
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,10 +19,9 @@ from api.page.state import PageState
 from api.page.worker_history import WorkerHistory
 from api.problems import ProblemError, ProblemKind
 from api.queries.explain import ExplainRoute
-from api.queries.routes import ClientDisconnectedError, QueryRoutes, read_body
-from api.replay.curves import DecisionHistory, RateHistory
+from api.queries.routes import QueryRoutes, read_body
 from api.replay.markers import MarkerSearch
-from api.replay.moments import History, OpenMoment, OpenMoments
+from api.replay.moments import DecisionHistory, History, OpenMoment, OpenMoments, RateHistory
 from api.replay.routes import AT_TEXT, past_routes
 from api.service import Endpoint, Service
 from api.settings import ApiSettings
@@ -89,23 +86,22 @@ class MomentMiddleware:
         try:
             moment = await self._moments.parse(asked_moment(scope))
             if scope["method"] == "POST":
-                receive = await _received(scope, receive, self._max_body_bytes)
+                receive = await _received(Request(scope, receive), self._max_body_bytes)
             async with self._moments.opened(moment) as opened:
                 _present.set(opened)
                 await self._app(scope, receive, send)
         except ProblemError as problem:
             await problem.response()(scope, receive, send)
-        except ClientDisconnectedError:
+        except ClientDisconnect:
             return
 
 
-async def _received(scope: Scope, receive: Receive, limit: int) -> Receive:
-    """Read the body of a request. Returns what gives it again. Raises ProblemError and ClientDisconnectedError."""
-    body = await read_body(receive, Headers(scope=scope).get("content-length"), limit)
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+async def _received(request: Request, limit: int) -> Receive:
+    """Read the body of a request. Returns what gives it again. Raises ProblemError and ClientDisconnect."""
+    messages: list[Message] = [{"type": "http.request", "body": await read_body(request, limit), "more_body": False}]
 
     async def receive_again() -> Message:
-        return messages.pop() if messages else await receive()
+        return messages.pop() if messages else await request.receive()
 
     return receive_again
 
@@ -218,9 +214,7 @@ class ReplayService(Service):
         )
 
     async def metrics(self) -> bytes:
-        registry = CollectorRegistry()
-        registry.register(ViewMetrics(self.views, self.settings.metrics_max_workers))
-        return await metrics_text(registry)
+        return await metrics_text(ViewMetrics(self.views, self.settings.metrics_max_workers))
 
     def amend_document(self, document: dict[str, Any]) -> None:
         for path in _WRITING:

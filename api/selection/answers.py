@@ -26,7 +26,7 @@ from kv_events.schema import MEDIA
 from kv_events.streams import StreamId
 from selection.book import Booked
 from selection.candidates import Candidates
-from selection.roster import Roster, Weighed
+from selection.roster import Report, Roster, Weighed
 from selection.selector import Chosen
 
 _MOST_DIGITS = 19
@@ -146,14 +146,16 @@ def overlaps_of(weighed: Weighed, num_blocks: int, block_size: int) -> OverlapSc
     return OverlapScores(block_size=block_size, num_blocks=num_blocks, workers=workers)
 
 
-def load_of(rank: StreamId, booked: Booked) -> Load:
-    """Return the load of a rank that no roster has."""
+def load_of(rank: StreamId, booked: Booked, report: Report | None = None) -> Load:
+    """Return the load of a rank, with what its engine reports."""
     return Load(
         worker_id=worker_name(rank.worker),
         dp_rank=rank.dp_rank,
         potential_prefill_tokens=booked.prefill_tokens,
         potential_decode_blocks=booked.decode_pages,
         active_requests=booked.requests,
+        reported_requests=UNSET if report is None else report.requests,
+        reported_blocks=UNSET if report is None or report.used_pages is None else report.used_pages,
     )
 
 
@@ -162,19 +164,8 @@ def loads_of(roster: Roster, rows: Sequence[int], *columns: npt.NDArray[Any]) ->
 
     columns: prefill tokens, decode blocks, requests, with one item for each row.
     """
-    loads = []
     numbers = zip(*(np.floor(column + 0.5).astype(int).tolist() for column in columns), strict=True)
-    for row, (tokens, blocks, requests) in zip(rows, numbers, strict=True):
-        report = roster.reports[row]
-        loads.append(
-            Load(
-                worker_id=worker_name(roster.ranks[row].worker),
-                dp_rank=roster.ranks[row].dp_rank,
-                potential_prefill_tokens=tokens,
-                potential_decode_blocks=blocks,
-                active_requests=requests,
-                reported_requests=UNSET if report is None else report.requests,
-                reported_blocks=UNSET if report is None or report.used_pages is None else report.used_pages,
-            )
-        )
-    return loads
+    return [
+        load_of(roster.ranks[row], Booked(requests, tokens, blocks), roster.reports[row])
+        for row, (tokens, blocks, requests) in zip(rows, numbers, strict=True)
+    ]

@@ -13,9 +13,8 @@ import numpy as np
 from msgspec import UNSET
 
 from api.problems import ProblemError, ProblemKind
-from api.prompts.rendered import Rendered
-from api.queries.body_formats import decode_as
-from api.queries.large_bodies import MSGPACK, Body, BodyFormat, slimmed
+from api.prompts.bodies import Rendered
+from api.queries.body_formats import MSGPACK, Body, BodyFormat, decode_as, slimmed
 from api.queries.parsing import long_numbers, numbers_of
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array

@@ -24,8 +24,7 @@ from api.fast.kernels.query import Times
 from api.fast.kernels.recognise import NAME_IN_LINE
 from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import decode_as, format_of
-from api.queries.large_bodies import Body, BodyFormat, LargeBodies
+from api.queries.body_formats import Body, BodyFormat, LargeBodies, decode_as, format_of
 from api.queries.routes import RawEndpoint, json_response, read_body
 from api.selection.answers import load_of, loads_of, worker_name
 from api.selection.direct import MOST_CHOICES, MOST_HASHES
@@ -272,7 +271,7 @@ class Reservations:
         async def output_block(reservation_id: str, request: Request) -> Response:
             """Note that a request has filled another page. The body may be `{"decay_fraction": 0.5}`."""
             given = OutputBlock()
-            body = await read_body(request.receive, request.headers.get("content-length"), _MAX_STEP_BYTES)
+            body = await read_body(request, _MAX_STEP_BYTES)
             if body:
                 given = decode_as(OutputBlock, body, format_of(request.headers.get("content-type")))
             if given.decay_fraction is not None and not 0 <= given.decay_fraction <= 1:

@@ -17,8 +17,7 @@ from api.fast.fast_path import TextRoute
 from api.fast.templates import TemplateCache
 from api.fast.writer import AnswerWriter, PromptFound
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import decode_as
-from api.queries.large_bodies import JSON, Body, BodyFormat
+from api.queries.body_formats import JSON, Body, BodyFormat, decode_as
 from api.queries.routes import Handler, RawEndpoint, json_response
 from api.queries.text import has_text
 from api.selection.answers import loads_of, overlaps_of, selection_of

@@ -1,4 +1,4 @@
 """Answers of a shard group: a member asks the others and joins their replies.
 
-`members` are the connections, and `wire` has the messages. Start at `scatter_gather.ScatterGather`.
+`wire` has the messages and the connections. Start at `scatter_gather.ScatterGather`.
 """

@@ -17,20 +17,8 @@ from msgspec import UNSET
 
 from api.http_pool import NoAnswerError
 from api.problems import ProblemError, ProblemKind
-from api.queries.answers import Answered, check_block_size, unknown_model
-from api.queries.encoding import age_ms, encode_answer, hint_of
-from api.shards.members import Members
-from api.shards.wire import (
-    ANY_BLOCK_SIZE,
-    MAX_BLOCK_SIZES,
-    MAX_NAMES,
-    PromptRows,
-    ShardPrompt,
-    ShardReply,
-    ShardRequest,
-    StreamRow,
-    encode,
-)
+from api.queries.answers import Answered, age_ms, check_block_size, encode_answer, hint_of, unknown_model
+from api.shards import wire
 from indexer.consumer import Consumer
 from indexer.namespaces import Namespace
 from indexer.scores import StreamScore, TierTokens, stream_scores, worker_scores
@@ -65,7 +53,7 @@ class LocalShard:
         """Return the partitions of this member, and whether their views are up to date."""
         return self._owned.owned()
 
-    async def reply(self, asked: ShardRequest) -> ShardReply:
+    async def reply(self, asked: wire.ShardRequest) -> wire.ShardReply:
         """Answer another member. Other tasks run about once a millisecond."""
         found, slices = [], Slices()
         for prompt in asked.prompts:
@@ -73,14 +61,14 @@ class LocalShard:
             await slices.yield_if_due()
         return self._reply(asked, found)
 
-    def reply_inline(self, asked: ShardRequest) -> ShardReply:
+    def reply_inline(self, asked: wire.ShardRequest) -> wire.ShardReply:
         """Answer another member, while no other task runs."""
         return self._reply(asked, list(map(self._find, asked.prompts)))
 
-    def _reply(self, asked: ShardRequest, found: list[PromptRows]) -> ShardReply:
+    def _reply(self, asked: wire.ShardRequest, found: list[wire.PromptRows]) -> wire.ShardReply:
         membership = self._owned.membership
         newest = membership.assignment
-        return ShardReply(
+        return wire.ShardReply(
             membership.id,
             newest.generation,
             self._owned.owned(),
@@ -88,23 +76,23 @@ class LocalShard:
             newest if newest.generation > asked.generation else None,
         )
 
-    def _find(self, prompt: ShardPrompt) -> PromptRows:
+    def _find(self, prompt: wire.ShardPrompt) -> wire.PromptRows:
         namespaces = self._consumer.namespaces.find(prompt.model, prompt.tenant)
         if not namespaces:
-            return PromptRows([], [], self._known())
-        rows: list[StreamRow] = []
+            return wire.PromptRows([], [], self._known())
+        rows: list[wire.StreamRow] = []
         for namespace in namespaces:
-            packed = prompt.hashes.get(namespace.key.block_size, prompt.hashes.get(ANY_BLOCK_SIZE))
+            packed = prompt.hashes.get(namespace.key.block_size, prompt.hashes.get(wire.ANY_BLOCK_SIZE))
             if packed is not None:
                 rows += self._rows(namespace, packed, prompt.num_positions)
         block_sizes = [namespace.key.block_size for namespace in namespaces]
-        return PromptRows(block_sizes[:MAX_BLOCK_SIZES], rows, [])
+        return wire.PromptRows(block_sizes[: wire.MAX_BLOCK_SIZES], rows, [])
 
-    def _rows(self, namespace: Namespace, packed: bytes, num_positions: int | None) -> list[StreamRow]:
+    def _rows(self, namespace: Namespace, packed: bytes, num_positions: int | None) -> list[wire.StreamRow]:
         consumer = self._consumer
         hashes, now = np.frombuffer(packed, "<u8"), consumer.now()
         return [
-            StreamRow(
+            wire.StreamRow(
                 each.partition,
                 each.worker,
                 each.dp_rank,
@@ -117,7 +105,7 @@ class LocalShard:
 
     def _known(self) -> list[tuple[str, str]]:
         namespaces = self._consumer.namespaces
-        return sorted({each.key[:2] for each in namespaces if not namespaces.is_group(each)})[:MAX_NAMES]
+        return sorted({each.key[:2] for each in namespaces if not namespaces.is_group(each)})[: wire.MAX_NAMES]
 
 
 @dataclass
@@ -131,9 +119,9 @@ class _Prompt:
     known: set[tuple[str, str]]
     streams: list[StreamScore]
 
-    def to_send(self) -> ShardPrompt:
+    def to_send(self) -> wire.ShardPrompt:
         question = self.question
-        return ShardPrompt(question.model, question.tenant, self.hashes, question.num_positions(self.numbers))
+        return wire.ShardPrompt(question.model, question.tenant, self.hashes, question.num_positions(self.numbers))
 
 
 class _Winner(NamedTuple):
@@ -148,7 +136,7 @@ class _Winner(NamedTuple):
 class ScatterGather:
     """The `Answerer` of a member of a group. Belongs to the event loop of the consumer."""
 
-    def __init__(self, own: LocalShard, membership: Membership, peers: Members) -> None:
+    def __init__(self, own: LocalShard, membership: Membership, peers: wire.Members) -> None:
         self._own = own
         self._membership = membership
         self._peers = peers
@@ -189,7 +177,7 @@ class ScatterGather:
             self.missing = self._select_rows(replies, failures)[-1]
             self._release(replies)
 
-    def _release(self, replies: Sequence[ShardReply]) -> None:
+    def _release(self, replies: Sequence[wire.ShardReply]) -> None:
         """Stop keeping the partitions that their new member answers for."""
         lent = self._membership.lent
         if lent:
@@ -219,7 +207,7 @@ class ScatterGather:
     async def _prompt(self, question: ParsedQuery, numbers: PromptArray) -> _Prompt:
         prompt = _Prompt(question, numbers, {}, set(), set(), [])
         if question.field != "token_ids":
-            size = ANY_BLOCK_SIZE if question.block_size is None else question.block_size
+            size = wire.ANY_BLOCK_SIZE if question.block_size is None else question.block_size
             prompt.hashes[size] = _packed(question.hashes(numbers, 0))
         elif question.block_size is not None:
             await self._hash(prompt, [question.block_size])
@@ -275,17 +263,17 @@ class ScatterGather:
         return encode_answer(question, scores, now, hint, missing or UNSET)
 
     async def _ask(
-        self, prompts: list[ShardPrompt], *, has_patience: bool = False
-    ) -> tuple[list[ShardReply], dict[str, str]]:
+        self, prompts: list[wire.ShardPrompt], *, has_patience: bool = False
+    ) -> tuple[list[wire.ShardReply], dict[str, str]]:
         """Ask all members, this one first. Returns the answers, and member -> why it did not answer.
 
         has_patience: also ask those that did not answer the last time.
         """
         has_patience = has_patience or self._membership.may_be_replaced  # another member knows who has its partitions
         assignment = self._membership.assignment
-        request = ShardRequest(assignment.generation, prompts)
+        request = wire.ShardRequest(assignment.generation, prompts)
         others = self._peers.of(assignment.members)
-        body = encode(request) if others else b""
+        body = wire.encode(request) if others else b""
         failures = {each.member.id: each.failure for each in others if each.failure and not has_patience}
         asked = [each for each in others if each.member.id not in failures]
         asking = [asyncio.create_task(each.ask(body)) for each in asked]
@@ -303,8 +291,8 @@ class ScatterGather:
         return replies, failures
 
     def _select_rows(
-        self, replies: Sequence[ShardReply], failures: dict[str, str]
-    ) -> tuple[list[ShardReply], dict[int, _Winner], list[Missing]]:
+        self, replies: Sequence[wire.ShardReply], failures: dict[str, str]
+    ) -> tuple[list[wire.ShardReply], dict[int, _Winner], list[Missing]]:
         """Decide whose rows count, by the newest assignment that anybody knows."""
         newest = max(
             (self._membership.assignment, *(each.assignment for each in replies if each.assignment is not None)),
@@ -347,7 +335,7 @@ def _packed(hashes: PromptArray) -> bytes:
     return np.ascontiguousarray(hashes, "<u8").tobytes()
 
 
-def _streams(found: PromptRows, winners: dict[int, _Winner], place: int) -> list[StreamScore]:
+def _streams(found: wire.PromptRows, winners: dict[int, _Winner], place: int) -> list[StreamScore]:
     """Return the rows that count. `last_batch_at` is the age in milliseconds here."""
     streams = []
     for row in found.rows:

@@ -1,12 +1,19 @@
-"""Metrics in Prometheus' text format. They are counted in a middleware or read from the views at each scrape."""
+"""Metrics in Prometheus' text format. They are counted in a middleware or read from the views at each scrape.
+
+The number of those of workers is bounded.
+"""
 
 import asyncio
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import accumulate
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -15,13 +22,57 @@ from prometheus_client.utils import floatToGoString
 
 from api.access.rate_limits import TenantRates
 from api.telemetry.families import Collected, counter, gauge
-from api.telemetry.view_metrics import COUNTER_NAMES, CounterGrowth, WorkerMetrics
 from api.view_source import ViewSource
 from indexer.consumer import Consumer
-from indexer.views import ViewState
+from indexer.views import View, ViewCounters, ViewState, least_trusted
 from indexer.writing.queue import WriteQueue
 from kv_events.schema import MEDIA
+from kv_events.streams import StreamId
 from selection.exchange import ReservationExchange
+
+COUNTER_NAMES = tuple(f.name for f in fields(ViewCounters))
+WORKER_COUNTERS = ("pages_stored", "pages_removed", "resyncs", "digest_mismatches")
+_COLUMNS = [COUNTER_NAMES.index(name) for name in WORKER_COUNTERS]
+_counts = attrgetter(*COUNTER_NAMES)
+_NO_COUNTS = (0,) * len(COUNTER_NAMES)
+_LABELS = ("model", "tenant", "worker")
+
+Counts = NDArray[np.int64]
+
+
+class WorkerLabels(NamedTuple):
+    """Labels of a worker's series. Group streams of hybrid models have a model label of their own."""
+
+    model: str
+    tenant: str
+    worker: str
+
+
+OTHER = WorkerLabels("other", "other", "other")
+"""Labels of all workers beyond the limit."""
+
+
+def capacity_families(
+    views: Sequence[View], capacity: Callable[[StreamId, int], Mapping[str, int]], max_workers: int
+) -> Iterator[Metric]:
+    """Yield the room of each worker, summed over its ranks. Workers beyond `max_workers` share the labels `other`.
+
+    capacity: stream and tokens per page -> medium -> pages.
+    """
+    sums: dict[tuple[str, ...], int] = {}
+    known: set[WorkerLabels] = set()
+    for view in views:
+        if pages := capacity(view.stream, view.block_size):
+            labels = WorkerLabels(*view.stream[:3])
+            if labels in known or len(known) < max_workers:
+                known.add(labels)
+            else:
+                labels = OTHER
+            for medium, number in pages.items():
+                sums[*labels, medium] = sums.get((*labels, medium), 0) + number
+    text = "Pages for which a worker has room, where it is known"
+    yield gauge("kvsight_worker_capacity_pages", text, sums, *_LABELS, "medium")
+
 
 _BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
 _SLICE_SAMPLES = 500
@@ -76,13 +127,11 @@ class QueryMetrics(Collector):
         self._counts = {path: [0] * (len(_BUCKETS_S) + 1) for path in paths}
         self._seconds = dict.fromkeys(paths, 0.0)
 
-    def note(self, path: str, seconds: float) -> None:
-        """Count a query. path: one of `paths`. The event loop's thread calls it."""
-        self._counts[path][bisect_left(_BUCKETS_S, seconds)] += 1
-        self._seconds[path] += seconds
+    def note(self, path: str, seconds: float, count: int = 1) -> None:
+        """Count queries that took the same time, each `seconds`. path: one of `paths`.
 
-    def record_many(self, path: str, seconds: float, count: int) -> None:
-        """Count queries that took the same time, each `seconds`."""
+        The event loop's thread calls it.
+        """
         self._counts[path][bisect_left(_BUCKETS_S, seconds)] += count
         self._seconds[path] += count * seconds
 
@@ -149,35 +198,89 @@ def tenant_families(served: ViewSource, rates: TenantRates) -> Iterator[Metric]:
 
 
 class ViewMetrics(Collector):
-    """Metrics of the views, read at each scrape."""
+    """Metrics of the views, read at each scrape. Workers beyond a limit share one set of series."""
 
     def __init__(self, served: ViewSource, max_workers: int) -> None:
         """max_workers: workers that have series of their own."""
         self._served = served
-        self._growth = CounterGrowth()
+        self._max_workers = max_workers
+        self._last: dict[StreamId, tuple[int, ...]] = {}  # counters at the last scrape
         self._totals = np.zeros(len(COUNTER_NAMES), np.int64)
-        self._workers = WorkerMetrics(max_workers)
+        self._of_workers: dict[WorkerLabels, Counts] = {}
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families."""
+        views = self._served.namespaces.views
+        growth = self._growth(views)
         yield from self._record_families()
-        yield from self._stream_counters()
+        yield from self._stream_counters(growth)
+        yield from self._worker_families(views, growth)
         yield from self._view_families()
         yield from self._index_families()
+
+    def _growth(self, views: Sequence[View]) -> Counts:
+        """Return how much the counters have grown since the last scrape, int64[len(views), len(COUNTER_NAMES)].
+
+        It is never negative: a stream whose counters fell was forgotten and has come back, and all its counts are
+        growth.
+        """
+        now = {view.stream: _counts(view.counters) for view in views}
+        shape = (len(now), len(COUNTER_NAMES))
+        counts = np.array(list(now.values()), np.int64).reshape(shape)
+        growth: Counts = counts - np.array([self._last.get(each, _NO_COUNTS) for each in now], np.int64).reshape(shape)
+        is_new = (growth < 0).any(axis=1)
+        growth[is_new] = counts[is_new]
+        self._last = now
+        return growth
 
     def _record_families(self) -> Iterator[Metric]:
         yield counter("kvsight_records", "Records read from the log", self._served.applier.records)
         yield counter("kvsight_records_rejected", "Dead letters", self._served.applier.dead_letters.counts, "reason")
 
-    def _stream_counters(self) -> Iterator[Metric]:
-        """Yield sums over all streams, which never decrease, then those of each worker."""
-        views = self._served.namespaces.views
-        growth = self._growth.take(views)
+    def _stream_counters(self, growth: Counts) -> Iterator[Metric]:
+        """Yield sums over all streams, which never decrease."""
         self._totals += growth.sum(axis=0)
-        self._workers.update(views, growth, self._served.freshness)
         for (name, metric), total in zip(_STREAM_COUNTERS.items(), self._totals.tolist(), strict=True):
             yield counter(metric, f"{name.replace('_', ' ')}, all streams".capitalize(), total)
-        yield from self._workers.families(self._served.now())
+
+    def _worker_families(self, views: Sequence[View], growth: Counts) -> Iterator[Metric]:
+        """Yield sums over the ranks of each worker. A worker keeps its series as long as it has a view."""
+        served, now = self._served, self._served.now()
+        workers = [WorkerLabels(*view.stream[:3]) for view in views]
+        self._choose(dict.fromkeys(workers))
+        held = {labels: [0] * len(MEDIA) for labels in self._of_workers}
+        found: dict[WorkerLabels, dict[WorkerLabels, ViewState]] = {labels: {} for labels in self._of_workers}
+        ages: dict[WorkerLabels, float] = {}
+        for view, worker, grown in zip(views, workers, growth[:, _COLUMNS], strict=True):
+            labels = worker if worker in self._of_workers else OTHER
+            self._of_workers[labels] += grown
+            held[labels] = [sum(pair) for pair in zip(held[labels], view.num_pages, strict=True)]
+            ages[labels] = max(ages.get(labels, 0.0), now - view.last_batch_at)
+            state, of_ranks = served.freshness.state(view), found[labels]
+            of_ranks[worker] = least_trusted((of_ranks.get(worker, state), state))
+        pages, states = {}, {}
+        for labels in self._of_workers:
+            for medium, number in zip(MEDIA, held[labels], strict=True):
+                pages[*labels, medium.value] = number
+            for state in ViewState:
+                states[*labels, state.value] = [*found[labels].values()].count(state)
+        yield gauge("kvsight_worker_pages", "Pages that a worker holds", pages, *_LABELS, "medium")
+        text = "Workers in a state: 1 for the state of a worker"
+        yield gauge("kvsight_worker_state", text, states, *_LABELS, "state")
+        yield gauge("kvsight_worker_view_age_seconds", "Time since the worker was last heard", ages, *_LABELS)
+        for column, name in enumerate(WORKER_COUNTERS):
+            text = f"{name.replace('_', ' ').capitalize()}, by worker"
+            counts = {labels: int(each[column]) for labels, each in self._of_workers.items()}
+            yield counter(f"kvsight_worker_{name}", text, counts, *_LABELS)
+
+    def _choose(self, workers: Mapping[WorkerLabels, None]) -> None:
+        """Drop the series of forgotten workers, and give series to new ones. `OTHER` stays once it was needed."""
+        for gone in self._of_workers.keys() - workers.keys() - {OTHER}:
+            del self._of_workers[gone]
+        room = self._max_workers - len(self._of_workers.keys() - {OTHER})
+        for worker in workers.keys() - self._of_workers.keys():
+            self._of_workers.setdefault(worker if room > 0 else OTHER, np.zeros(len(_COLUMNS), np.int64))
+            room -= 1
 
     def _view_families(self) -> Iterator[Metric]:
         served = self._served

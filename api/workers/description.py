@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from operator import itemgetter
@@ -11,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from msgspec import structs, to_builtins
 
-from api.queries.encoding import age_ms
+from api.queries.answers import age_ms
 from api.selection.answers import worker_name
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace, NamespaceKey, Namespaces
+from indexer.slices import Slices
 from indexer.views import View, ViewCounters, ViewState, least_trusted
 from kv_events.digest import digest_bytes, empty_digest
 from kv_events.http.worker_records import WorkerRecord
@@ -26,7 +26,6 @@ from kv_events.streams import StreamId, split_group
 if TYPE_CHECKING:
     from bridge import EngineStatus
 
-_SLICE_S = 0.001
 _LINK_STATUS = {"connecting": "pending", "connected": "active"}
 """Link state -> status, in Dynamo's words; any other link state is a failure."""
 
@@ -112,13 +111,11 @@ async def list_workers(
     records: of workers, also of those without streams.
     """
     readers = readers_of(engines)
-    slice_began = time.perf_counter()
+    slices = Slices()
     for worker, record in _with_records(worker_streams(served, engines), records):
         if model in (None, worker.key.model) and tenant in (None, worker.key.tenant):
             yield _encoder.encode(_worker(served, worker, record, readers))
-        if time.perf_counter() - slice_began > _SLICE_S:
-            await asyncio.sleep(0)
-            slice_began = time.perf_counter()
+        await slices.yield_if_due()
 
 
 def _with_records(

@@ -15,8 +15,7 @@ import msgspec
 from msgspec import UNSET, structs
 
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import decode_as
-from api.queries.large_bodies import JSON
+from api.queries.body_formats import JSON, decode_as
 from api.selection.answers import worker_name
 from api.settings import RegistrationSettings
 from api.workers.allowed_addresses import AllowedAddresses

@@ -11,22 +11,13 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import decode_as
-from api.queries.large_bodies import Body, BodyFormat
+from api.queries.body_formats import Body, BodyFormat, decode_as
 from api.queries.routes import RawEndpoint, json_response
 from api.workers.routes import MAX_BODY_BYTES, selected_views
 from indexer.views import ViewState
 from kv_events.errors import InvalidValueError
+from kv_events.http import registrations as wire
 from kv_events.http.queries import DialectFields
-from kv_events.http.registrations import (
-    PeerRegistered,
-    PeerRegistration,
-    PeerUnregistration,
-    RfcRegistered,
-    RfcRegistration,
-    RfcUnregistered,
-    RfcUnregistration,
-)
 from kv_events.streams import DEFAULT_TENANT, StreamId
 
 if TYPE_CHECKING:
@@ -64,23 +55,25 @@ class RegisterRoutes:
     async def _register(self, body: Body, body_format: BodyFormat) -> Response:
         registrations = self._registrations
         if _is_peer(body, body_format):
-            peer = decode_as(PeerRegistration, body, body_format)
+            peer = decode_as(wire.PeerRegistration, body, body_format)
             is_new = await registrations.add(engine_of(peer), is_peer=True)
-            return json_response(PeerRegistered(), HTTPStatus.CREATED if is_new else HTTPStatus.OK)
-        rfc = decode_as(RfcRegistration, body, body_format)
+            return json_response(wire.PeerRegistered(), HTTPStatus.CREATED if is_new else HTTPStatus.OK)
+        rfc = decode_as(wire.RfcRegistration, body, body_format)
         await registrations.add(engine_of(rfc), is_peer=False)
-        return json_response(RfcRegistered(instance_id=rfc.instance_id))
+        return json_response(wire.RfcRegistered(instance_id=rfc.instance_id))
 
     async def _unregister(self, body: Body, body_format: BodyFormat) -> Response:
         if _is_peer(body, body_format):
-            peer = decode_as(PeerUnregistration, body, body_format)
+            peer = decode_as(wire.PeerUnregistration, body, body_format)
             tenant = peer.routing_group or None
             await self._remove(str(peer.instance_id), peer.model_name, tenant, peer.dp_rank)
-            return json_response(PeerRegistered())
-        rfc = decode_as(RfcUnregistration, body, body_format)
+            return json_response(wire.PeerRegistered())
+        rfc = decode_as(wire.RfcUnregistration, body, body_format)
         model = _model(rfc.model, rfc.modelname)
         removed = await self._remove(str(rfc.instance_id), model, rfc.tenant_id or DEFAULT_TENANT, rfc.dp_rank)
-        return json_response(RfcUnregistered(removed_instances=[f"{e.worker}|{e.tenant}|{e.dp_rank}" for e in removed]))
+        return json_response(
+            wire.RfcUnregistered(removed_instances=[f"{e.worker}|{e.tenant}|{e.dp_rank}" for e in removed])
+        )
 
     async def _remove(
         self, worker: str, model: str, tenant: str | None, dp_rank: int | None
@@ -104,12 +97,12 @@ def _is_peer(body: Body, body_format: BodyFormat) -> bool:
     return decode_as(DialectFields, body, body_format).model_name is not UNSET
 
 
-def engine_of(request: PeerRegistration | RfcRegistration) -> EngineSettings:
+def engine_of(request: wire.PeerRegistration | wire.RfcRegistration) -> EngineSettings:
     """Return the engine of a registration. Raises ProblemError."""
     from bridge import EngineSettings  # only processes that read engines load the bridge
 
     lora_name = cache_salt = None
-    if isinstance(request, PeerRegistration):
+    if isinstance(request, wire.PeerRegistration):
         endpoint, model, tenant = request.endpoint, request.model_name, request.routing_group
     else:
         endpoint, model, tenant = _endpoint(request), _model(request.model, request.modelname), request.tenant_id
@@ -135,7 +128,7 @@ def engine_of(request: PeerRegistration | RfcRegistration) -> EngineSettings:
         raise _problem(error) from None
 
 
-def _endpoint(request: RfcRegistration) -> str:
+def _endpoint(request: wire.RfcRegistration) -> str:
     """Return the address of the device's events, under which the events of all media arrive."""
     by_medium = {medium.lower(): address for medium, address in request.medium_endpoints.items() if address}
     endpoint = request.endpoint or next((by_medium[name] for name in _DEVICES if name in by_medium), None)

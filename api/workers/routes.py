@@ -1,29 +1,35 @@
-"""Routes about workers: the list (`worker_list`), the pages of one view, a resync on demand."""
+"""Routes about workers: the list, the pages of one view, a resync on demand, and a dump of all views."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from heapq import nsmallest
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
 from fastapi import APIRouter, Query, Request
 from msgspec import UNSET
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
+from analysis.diff import media_of
 from api.openapi import answers, body_of, problem
 from api.problems import ProblemError, ProblemKind
+from api.queries.answers import age_ms
 from api.queries.body_formats import decode_as, format_of
-from api.queries.encoding import age_ms
 from api.queries.routes import json_response, read_body
 from api.view_source import ViewSource, is_known, stream_pages
 from api.workers.description import list_workers
+from indexer.index import StreamPages
+from indexer.namespaces import Namespace, NamespaceKey
 from indexer.views import View
 from kv_events.http.worker_records import WorkerRecord
 from kv_events.http.workers import RadixView, ResyncAccepted, ViewPage, Worker
+from kv_events.kernels.prefix_order import prefix_order
 from kv_events.limits import MAX_DP_RANK
-from kv_events.schema import MEDIA
 from kv_events.streams import StreamId, split_group
 
 if TYPE_CHECKING:
@@ -32,8 +38,11 @@ if TYPE_CHECKING:
 
 MAX_PAGES_PER_ANSWER = 10_000
 MAX_BODY_BYTES = 64 * 1024
+STORAGE_TIERS = ("device", "host_pinned", "disk", "external")
+"""Dynamo's names of the tiers, fastest first."""
 _T = TypeVar("_T")
 _MAX_NAMES = 20
+_EVENTS_PER_CHUNK = 500
 
 _BAD_PARAMETER = problem(422, "A parameter is invalid")
 _UNKNOWN_WORKER = problem(404, "No stream of this worker matches")
@@ -93,6 +102,7 @@ def worker_routes(
         found = _single(selected or views, worker)
         return json_response(await _radix_view(served, found, limit, cursor))
 
+    _add_dump_route(router, served)
     if records is not None:
         _add_record_routes(router, records)
     if demand_resync is None:
@@ -121,6 +131,20 @@ def worker_routes(
     return router
 
 
+def _add_dump_route(router: APIRouter, served: ViewSource) -> None:
+    shown = {"m:default": {"block_size": 16, "events": [_event("worker-0", 0, "device", 101, 0)]}}
+    example = {"content": {"application/json": {"schema": {"type": "object"}, "example": shown}}}
+
+    @router.get("/dump", response_class=StreamingResponse, responses={200: example})
+    async def dump() -> StreamingResponse:
+        """Return a stored event for each page, worker and tier, parents before children.
+
+        `block_hash` is the page's sequence hash, unsigned. `tokens_hash` is not known here. Events are applied while
+        the dump is written: a view of at most 65,536 pages is consistent, larger views and several views are not.
+        """
+        return StreamingResponse(_dump(served), media_type="application/json")
+
+
 def _add_record_routes(router: APIRouter, records: WorkerRecords) -> None:
     example = {"worker_id": 1, "model_name": "my-model", "block_size": 16, "endpoint": "http://10.0.0.1:8000"}
     body = body_of(WorkerRecord, example)  # before the answers: requests need not have all fields of answers
@@ -132,7 +156,7 @@ def _add_record_routes(router: APIRouter, records: WorkerRecords) -> None:
 
     async def received(request: Request, kind: type[_T]) -> _T:
         body_format = format_of(request.headers.get("content-type"))
-        text = await read_body(request.receive, request.headers.get("content-length"), MAX_BODY_BYTES)
+        text = await read_body(request, MAX_BODY_BYTES)
         return decode_as(kind, text, body_format)
 
     @router.post("/workers", status_code=201, responses={201: record[200], **faulty}, openapi_extra=body)
@@ -228,11 +252,58 @@ async def _radix_view(served: ViewSource, view: View, limit: int, cursor: int) -
 
 
 def _view_page(sequence_hash: int, parent: int, tiers: int, in_groups: dict[str, int]) -> ViewPage:
-    groups = {name: _media(each) for name, each in in_groups.items()}
-    return ViewPage(
-        sequence_hash=sequence_hash, parent=parent or None, media=_media(tiers), groups=groups if groups else UNSET
-    )
+    groups = {name: media_of(each) for name, each in in_groups.items()}
+    return ViewPage(sequence_hash=sequence_hash, parent=parent or None, media=media_of(tiers), groups=groups or UNSET)
 
 
-def _media(tiers: int) -> list[str]:
-    return [medium.value for tier, medium in enumerate(MEDIA) if tiers >> tier & 1]
+async def _dump(served: ViewSource) -> AsyncIterator[bytes]:
+    namespaces = list(served.namespaces)
+    names = Counter(_name(namespace.key) for namespace in namespaces)
+    yield b"{"
+    for number, namespace in enumerate(namespaces):
+        name = _name(namespace.key)
+        if names[name] > 1:
+            name = f"{name}:{namespace.key.block_size}"
+        yield (b"," if number else b"") + msgspec.json.encode(name)
+        yield b':{"block_size":%d,"events":[' % namespace.key.block_size
+        separator = b""
+        async for chunk in _chunks(served, namespace):
+            yield separator + chunk
+            separator = b","
+        yield b"]}"
+    yield b"}"
+
+
+def _name(key: NamespaceKey) -> str:
+    return f"{key.model}:{key.tenant}"
+
+
+async def _chunks(served: ViewSource, namespace: Namespace) -> AsyncIterator[bytes]:
+    """Yield the events of every view, a few hundred at a time, separated by commas."""
+    for view in list(namespace.views.values()):
+        slices = [held async for held in stream_pages(served, view)]
+        if not slices:
+            continue
+        held = StreamPages(*(np.concatenate(column) for column in zip(*slices, strict=True)))
+        # sorting takes too long for the event loop
+        order = await asyncio.to_thread(prefix_order, held.hashes, held.parents)
+        for start in range(0, len(order), _EVENTS_PER_CHUNK):
+            part = order[start : start + _EVENTS_PER_CHUNK]
+            events = _events(view, StreamPages(held.hashes[part], held.parents[part], held.tiers[part]))
+            yield msgspec.json.encode(list(events))[1:-1]
+            await asyncio.sleep(0)
+
+
+def _events(view: View, held: StreamPages) -> Iterator[object]:
+    rows = zip(held.hashes.tolist(), held.parents.tolist(), held.tiers.tolist(), strict=True)
+    for sequence_hash, parent, tiers in rows:
+        for tier, name in enumerate(STORAGE_TIERS):
+            if tiers >> tier & 1:
+                yield _event(view.stream.worker, view.stream.dp_rank, name, sequence_hash, parent)
+
+
+def _event(worker: str, dp_rank: int, tier: str, sequence_hash: int, parent: int) -> object:
+    block = {"block_hash": sequence_hash, "tokens_hash": None, "mm_extra_info": None}
+    stored = {"parent_hash": parent or None, "start_position": None, "blocks": [block]}
+    event = {"event_id": 0, "data": {"stored": stored}, "dp_rank": dp_rank}
+    return {"worker_id": worker, "storage_tier": tier, "residency_domain": "worker", "event": event}

@@ -36,29 +36,18 @@ app = App(
         "`kvsight record` and `kvsight replay` show what the router saw at any moment, and `kvsight explain` tells why."
     ),
 )
-app.command("demo")(demo.demo)
-app.command("serve")(serve.serve)
-app.command("bridge")(bridge.bridge)
-app.command("republish")(bridge.republish)
-app.command("endpoint-picker")(route.endpoint_picker)
-app.command("route")(route.route)
-app.command("register")(register.register)
-app.command("unregister")(register.unregister)
-app.command("doctor")(doctor)
-app.command("query")(query.query)
-app.command("top")(top.top)
-app.command("tail")(tail.tail)
-app.command("record")(record.record)
-app.command("replay")(replay.replay)
-app.command("explain")(explain.explain)
-app.command("audit")(audit.audit)
-app.command("simulate")(simulate.simulate)
+for command in (
+    *(demo.demo, serve.serve, bridge.bridge, bridge.republish, route.endpoint_picker, route.route, register.register),
+    *(register.unregister, doctor, query.query, top.top, tail.tail, record.record, replay.replay, explain.explain),
+    *(audit.audit, simulate.simulate),
+):
+    app.command()(command)
 
 logs = App(no_args_is_help=True, help="Look into event logs, check, cut, merge and export them.")
-logs.command("info")(files.info)
+logs.command()(files.info)
 logs.command("slice")(files.slice_log)
-logs.command("merge")(files.merge)
-logs.command("export")(files.export)
+logs.command()(files.merge)
+logs.command()(files.export)
 app.add_typer(logs, name="log")
 
 

@@ -52,9 +52,8 @@ def route(
     async def serve() -> None:
         from aiohttp import web
 
-        from kvsight.routers.gateway import Gateway
         from kvsight.routers.placement import Placement
-        from kvsight.routers.proxy import RouteProxy
+        from kvsight.routers.proxy import Gateway, RouteProxy
 
         placement = Placement(url, token=api_token, workers=workers)
         app = RouteProxy(placement, Gateway(gateway) if gateway else None).app()

@@ -17,6 +17,8 @@ from kvsight.cli.shared.process import allow_open_files, keep_freed_memory, load
 from kvsight.extras import require
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from api.service import LiveService
     from api.settings import ApiSettings, RegistrationSettings
     from bridge.settings import BridgeSettings, EngineSettings
@@ -101,8 +103,7 @@ def serve(engine: Engines = None, config: EngineFile = None, model: Model = None
     engines = registration.max_registrations if indexer.is_embedded else 0
     max_files = allow_open_files(settings.max_connections, engines * 2 * SOCKET_FILES)
     from api.app import create_app
-    from api.server import listen, run_server, url_of
-    from api.starting import load_and_answer
+    from api.server import listen, load_and_answer, run_server, url_of
     from indexer.assembly import create_recording
 
     recording = None
@@ -113,14 +114,10 @@ def serve(engine: Engines = None, config: EngineFile = None, model: Model = None
     if settings.reuse_port:
         load_kernels()  # others answer on the port meanwhile
     with listen(settings) as bound:
-        url = url_of(bound, settings)
         load_kernels(lambda: load_and_answer(settings, bound))
-        if indexer.is_embedded:
-            own = bound.getsockname()[1], max_files, configured
-            service = _embedded(indexer, settings, selection, registration, bridge, recording, *own)
-        else:
-            service = _follower(indexer, settings, selection, shards, registration, recording, url)
-        err.print(f"kvsight listens on {url} (docs at /docs)")
+        parts = indexer, settings, selection, shards, registration, bridge
+        service = _service(*parts, recording, bound, max_files, configured)
+        err.print(f"kvsight listens on {url_of(bound, settings)} (docs at /docs)")
         if indexer.is_embedded:
             err.print(_reading(configured))
         run_server(create_app(service), settings, bound)
@@ -132,73 +129,57 @@ def _reading(engines: list[EngineSettings]) -> str:
     return f"reads {count(len(engines), 'engine')}: {names([each.worker or each.endpoint for each in engines])}"
 
 
-def _follower(
+def _service(
     indexer: IndexerSettings,
     settings: ApiSettings,
     selection: SelectionSettings,
     shards: GroupSettings,
     registration: RegistrationSettings,
-    recording: RecordingThread | None,
-    url: str,
-) -> LiveService:
-    """The service that reads a log. url: of its socket."""
-    from api.service import LiveService
-    from indexer.assembly import create_consumer, create_queue
-    from indexer.writing.queue import DECISIONS
-    from selection.exchange import create_exchange
-
-    group = None
-    if shards.group is None:
-        consumer = create_consumer(indexer, recording=recording)
-    else:
-        from api.shards.group import ShardGroup
-        from indexer.shards.membership import Membership
-
-        membership = Membership(indexer, shards, url)
-        consumer = create_consumer(indexer, recording=recording, membership=membership)
-        group = ShardGroup(consumer, membership, shards, settings)
-        err.print(f"member of group {shards.group}, which others reach at {membership.url}")
-    reservations = None if group is not None else create_exchange(indexer, selection.book())
-    return LiveService(
-        consumer,
-        settings,
-        decisions=create_queue(indexer, DECISIONS),
-        recording=recording,
-        event_log=indexer.event_log_dir,
-        group=group,
-        selection=selection,
-        reservations=reservations,
-        limits=registration,
-    )
-
-
-def _embedded(
-    indexer: IndexerSettings,
-    settings: ApiSettings,
-    selection: SelectionSettings,
-    registration: RegistrationSettings,
     bridge: BridgeSettings,
     recording: RecordingThread | None,
-    port: int,
+    bound: socket,
     max_files: int,
     engines: list[EngineSettings],
 ) -> LiveService:
-    """The service that reads engines itself: their events pass through a log in memory. port: of its socket.
+    """The service that reads a log, or engines itself: their events pass through a log in memory then.
+
     max_files: file descriptors that engines may use. engines: those of the command line.
     """
+    from api.server import url_of
     from api.service import LiveService
-    from api.workers.registrations import Registrations
     from indexer.assembly import create_consumer, create_queue, create_store
     from indexer.writing.queue import DECISIONS
     from kv_events.log.memory import MemoryLog
     from selection.exchange import create_exchange
 
-    log = MemoryLog(is_read_once=True, on_record=None if recording is None else recording.recorder.offer)
-    consumer = create_consumer(indexer, log, recording)
-    store = create_store(indexer, "registrations", "registrations.json")
-    parts = consumer, log, registration, bridge, store
-    registrations = Registrations(*parts, own_port=port, max_files=max_files, configured=engines)
-    reservations = create_exchange(indexer, selection.book(), recording)
-    decisions = create_queue(indexer, DECISIONS, recording)
-    given = registrations, decisions, recording
-    return LiveService(consumer, settings, *given, selection=selection, reservations=reservations, limits=registration)
+    log = membership = group = registrations = None
+    if indexer.is_embedded:
+        log = MemoryLog(is_read_once=True, on_record=None if recording is None else recording.recorder.offer)
+    if shards.group is not None:
+        from indexer.shards.membership import Membership
+
+        membership = Membership(indexer, shards, url_of(bound, settings))
+    consumer = create_consumer(indexer, log, recording, membership=membership)
+    if log is not None:
+        from api.workers.registrations import Registrations
+
+        store = create_store(indexer, "registrations", "registrations.json")
+        own = {"own_port": bound.getsockname()[1], "max_files": max_files}
+        registrations = Registrations(consumer, log, registration, bridge, store, **own, configured=engines)
+    if membership is not None:
+        from api.shards.group import ShardGroup
+
+        group = ShardGroup(consumer, membership, shards, settings)
+        err.print(f"member of group {shards.group}, which others reach at {membership.url}")
+    return LiveService(
+        consumer,
+        settings,
+        registrations,
+        create_queue(indexer, DECISIONS, recording),
+        recording,
+        indexer.event_log_dir,
+        group,
+        selection,
+        registration,
+        create_exchange(indexer, selection.book(), recording) if group is None else None,
+    )

@@ -24,10 +24,11 @@ from kv_events.errors import KvsightError
 from kv_events.http.selection import Selection, SelectRequest
 from kv_events.http.service import DEFAULT_URL
 from kv_events.runtime.outages import RateLimitedLogger
-from kvsight import calls, selection_calls
+from kvsight import calls
 from kvsight.base_client import address_and_authorization
 from kvsight.calls import Call
 from kvsight.errors import KvsightHttpError
+from kvsight.prompts import given
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -200,17 +201,17 @@ class Placement:
 
     def complete(self, selection_id: str) -> None:
         """Note in the background that the first token of a request has come."""
-        self._note(selection_id, selection_calls.complete(selection_id))
+        self._note(selection_id, calls.complete(selection_id))
 
     def release(self, selection_id: str) -> None:
         """Release a reservation in the background. If that fails, it ends after the service's time-to-live."""
-        self._note(selection_id, selection_calls.release(selection_id))
+        self._note(selection_id, calls.release(selection_id))
 
     def move(self, placed: Placed, worker: str) -> Placed:
         """Book a request on another worker, which serves it, in the background. Returns the new booking."""
         self.release(placed.selection_id)
         moved = msgspec.structs.replace(placed.selection, selection_id=uuid.uuid4().hex, worker_id=worker)
-        self._note(str(moved.selection_id), selection_calls.book(moved))
+        self._note(str(moved.selection_id), calls.book(moved))
         return Placed((worker,), moved)
 
     async def aclose(self) -> None:
@@ -229,7 +230,7 @@ class Placement:
             fields = {name: fields[name] for name in ("cache_salt", "lora_name", "session_id") if name in fields}
             fields["token_ids"] = prompt
         fields |= {"selection_id": selection_id, "explain": True}
-        return selection_calls.reserve(model, tenant=self._tenant, workers=self.present(workers), more=fields)
+        return calls.reserve(model, tenant=self._tenant, workers=self.present(workers), more=fields)
 
     async def _list(self) -> None:
         try:
@@ -270,7 +271,7 @@ class Placement:
 
     async def _ask(self, call: Call[T], deadline_s: float) -> T:
         """Raises NoAnswerError, KvsightHttpError, UnexpectedAnswerError."""
-        params = urlencode({name: value for name, value in (call.params or {}).items() if value is not None})
+        params = urlencode(given(call.params or {}))
         headers = self._headers if call.content_type is None else self._headers | {"Content-Type": call.content_type}
         target = f"{self._url}{call.path}{'?' if params else ''}{params}"
         answer = await self._pool.send(call.method, target, deadline_s, headers, call.content or b"")

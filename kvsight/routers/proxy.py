@@ -1,21 +1,33 @@
-"""A small reverse proxy for OpenAI-compatible engines, which sends each request where kvsight says."""
+"""A small reverse proxy for OpenAI-compatible engines, which sends each request where kvsight says.
+
+In front of SMG, the gateway of SGLang, it says which worker gets a request that the gateway passes on.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 import secrets
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from api.http_pool import HttpPool, NoAnswerError
 from kv_events.runtime.outages import RateLimitedLogger
-from kvsight.routers.gateway import TARGET, Gateway
-from kvsight.routers.placement import KnownWorker, Placed, Placement, body_of, model_of
+from kvsight.base_client import address_and_authorization
+from kvsight.routers.placement import KnownWorker, Placed, Placement, address_of, body_of, model_of
+
+TARGET = "X-SMG-Target-Worker"
+"""Header of a request: the number of the worker that gets it, with the policy consistent_hashing."""
+_LIST_EVERY_S, _DEADLINE_S, _MAX_ANSWER_BYTES = 2.0, 0.25, 2**24
+_warnings = RateLimitedLogger(logging.getLogger(__name__), "the gateway chooses")
 
 _MAX_BODY_BYTES = 64 * 2**20
 _CONNECT_S, _SILENCE_S = 2.0, 600.0  # an engine may compute a long prompt, or wait for its turn
@@ -28,6 +40,51 @@ _OURS = re.compile(f"{_OF_ONE_HOP.pattern}|{TARGET}", re.I)
 """Headers of a caller that are not passed on."""
 _ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # by aiohttp, if the caller sends none
 _ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+class _Worker(msgspec.Struct):
+    id: str
+    url: str
+    is_healthy: bool = True
+
+
+class _List(msgspec.Struct):
+    workers: list[_Worker]
+
+
+_decoder = msgspec.json.Decoder(_List)
+
+
+class Gateway:
+    """A gateway with one model. Belongs to one event loop."""
+
+    def __init__(self, url: str) -> None:
+        """Raises InvalidValueError."""
+        self.url, self._headers = address_and_authorization(url, None, "gateway")
+        self._pool = HttpPool(_MAX_ANSWER_BYTES)
+        self._list_at = -math.inf
+        self._numbers: Mapping[str, int] = {}
+
+    async def numbers(self) -> Mapping[str, int]:
+        """Return address -> number of the healthy workers, as last heard. Never raises.
+
+        The gateway counts workers in the order of their registration, in which their ids ascend (UUIDs of version 7).
+        It lists them in another one.
+        """
+        if time.monotonic() >= self._list_at:
+            self._list_at = time.monotonic() + _LIST_EVERY_S
+            try:
+                answer = await self._pool.send("GET", f"{self.url}/workers", _DEADLINE_S, self._headers)
+                workers = sorted(_decoder.decode(answer.body).workers, key=lambda each: each.id)
+            except (NoAnswerError, msgspec.DecodeError, UnicodeDecodeError) as error:
+                _warnings.warning("its workers stay as they were: %s", error)
+            else:
+                self._numbers = {address_of(each.url): number for number, each in enumerate(workers) if each.is_healthy}
+        return self._numbers
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._pool.close()
 
 
 class _Way(NamedTuple):

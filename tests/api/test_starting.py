@@ -14,18 +14,16 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api.server import listen, running_server, url_of
+from api.server import listen, load_and_answer, running_server, url_of
 from api.settings import ApiSettings
-from api.starting import load_and_answer
 from kv_events.kernels import load
 from kvsight.cli.doctor.servers import _remedy_if_not_ready
 
 ROOT = Path(__file__).parents[2]
 _STARTING = """
 import time
-from api.server import listen
+from api.server import listen, load_and_answer
 from api.settings import ApiSettings
-from api.starting import load_and_answer
 from kv_events.kernels import load
 load.load = lambda: print("compiling", flush=True) or time.sleep(100)
 settings = ApiSettings.ignoring_environment(port=0)

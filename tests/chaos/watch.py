@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import httpx
 import numpy as np
 
-from api.workers.dump import STORAGE_TIERS
+from api.workers.routes import STORAGE_TIERS
 from indexer.views import LATE_S
 from kv_events.schema import MEDIA
 from tests.chaos.engine import Engine, Truth

@@ -11,7 +11,7 @@ import pytest
 
 import kvsight
 from kv_events.http.events import FeedEvent
-from kvsight import AsyncClient, Client, PeerAnswer, PublisherSettings, WorkerChoice, calls, selection_calls
+from kvsight import AsyncClient, Client, PeerAnswer, PublisherSettings, WorkerChoice, calls
 from tests.support.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def returned(client: type) -> set[type]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_both_clients_have_a_method_for_each_call(name: str) -> None:
-    call = getattr(calls, name, None) or getattr(selection_calls, name)
+    call = getattr(calls, name)
     for client in (Client, AsyncClient):
         method = getattr(client, name)
         self, *parameters = inspect.signature(method).parameters.values()

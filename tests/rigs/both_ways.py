@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from api.fast.heads import Caller, Head
-from api.fast.request_templates import RequestTemplate
+from api.fast.templates import RequestTemplate
 from api.problems import ProblemError
 from api.queries.answers import general_answer
 from api.queries.body_formats import format_of

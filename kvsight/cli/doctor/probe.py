@@ -358,20 +358,14 @@ async def _listen(
 
 
 def _decoded(records: Sequence[LogRecord]) -> list[Arrival]:
-    from kv_events.codec import decode_batch
-    from kv_events.errors import RecordRejectedError
+    from kv_events.codec import batch_or_none
 
-    now, found = time.time(), []
-    for record in records:
-        try:
-            batch = decode_batch(record.payload)
-        except RecordRejectedError:
-            continue
-        who, ahead_s = batch.stream, batch.timestamp - now
-        found.append(
-            Arrival(who.model, who.tenant, who.worker, batch.pages().stored.total(), batch.degraded_reason, ahead_s)
-        )
-    return found
+    now = time.time()
+    return [
+        Arrival(*batch.stream[:3], batch.pages().stored.total(), batch.degraded_reason, batch.timestamp - now)
+        for batch in (batch_or_none(record.payload) for record in records)
+        if batch is not None
+    ]
 
 
 def _listeners(workers: Sequence[Worker]) -> list[tuple[str, Listener]]:

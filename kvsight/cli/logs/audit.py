@@ -55,7 +55,7 @@ def audit(
     source = LogInput(log)
     source.find_torn_tail()
     known_damage = [str(source.tail)] if source.tail else []
-    from analysis.audit.audit import audit_log
+    from analysis.audit.audit import audit_log, with_texts
     from analysis.audit.curves import AuditCurves
     from api.prompts.local import LocalTokenizer
     from selection.settings import SelectionSettings
@@ -66,8 +66,6 @@ def audit(
     with byte_progress("auditing", 2 * source.num_bytes) as show:  # it reads the log twice
         report = audit_log(log, churn, show, known_damage, series, SelectionSettings.from_flags(**flags))
     if tokenizer is not None:
-        from analysis.audit.prefix_texts import with_texts
-
         report.hottest = with_texts(report.hottest, LogInput(log).chunks("reading tokens"), tokenizer.text_of)
     if examples is not None and report.funnel is not None:
         _write_examples(examples, report.funnel)

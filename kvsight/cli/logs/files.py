@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import Progress
 
-from kv_events.errors import RecordRejectedError
 from kv_events.log.event_log import EventLogWriter
 from kv_events.log.format import LOCK_NAME, list_segments
 from kv_events.log.moments import LogMoment
@@ -75,14 +74,12 @@ class _Contents:
     rejected: int = 0
 
     def note(self, record: LogRecord) -> None:
-        from kv_events.codec import decode_batch
+        from kv_events.codec import batch_or_none
 
         self.channels[record.channel] += 1
         if record.channel != Channel.EVENTS:
             return
-        try:
-            batch = decode_batch(record.payload)
-        except RecordRejectedError:
+        if (batch := batch_or_none(record.payload)) is None:
             self.rejected += 1
             return
         stream = self.streams.get(batch.stream)

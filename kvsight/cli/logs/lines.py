@@ -127,10 +127,7 @@ def of_batch(record: LogRecord, batch: DecodedBatch) -> RecordLine:
     return RecordLine(
         time_ms=record.timestamp_ms,
         kinds=_kinds(stored, removed, others),
-        model=batch.stream.model,
-        tenant=batch.stream.tenant,
-        worker=batch.stream.worker,
-        dp_rank=batch.stream.dp_rank,
+        **batch.stream._asdict(),
         epoch=batch.epoch,
         seq=batch.seq,
         stored=stored,

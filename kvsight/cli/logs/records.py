@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Self, TypeAlias, TypeVar
 
 import typer
 
-from kv_events.errors import InvalidValueError, RecordRejectedError
+from kv_events.errors import InvalidValueError
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kvsight.cli.logs.lines import KINDS, OF_API, OF_RECORDS, RecordLine, of_batch
@@ -168,7 +168,7 @@ class RecordFilter:
 
     def takes_record(self, record: LogRecord) -> bool:
         """Whether a record of a log is taken."""
-        from kv_events.codec import decode_batch
+        from kv_events.codec import batch_or_none
 
         if self.channels and record.channel not in self.channels:
             return False
@@ -176,9 +176,7 @@ class RecordFilter:
             return True
         if record.channel != Channel.EVENTS or not self._may_take(record.payload):
             return False
-        try:
-            batch = decode_batch(record.payload)
-        except RecordRejectedError:
+        if (batch := batch_or_none(record.payload)) is None:
             return "rejected" in self.kinds
         is_in_seqs = self.seqs is None or self.seqs[0] <= batch.seq <= self.seqs[1]
         return is_in_seqs and self.takes(of_batch(record, batch)) and self._has_hashes(batch)

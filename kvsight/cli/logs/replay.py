@@ -188,7 +188,7 @@ def _views(replayed: Replay, book: Book | None) -> Iterator[dict[str, Any]]:
 
 
 def _rows(replayed: Replay, book: Book | None = None) -> Iterator[StreamRow]:
-    from api.queries.encoding import age_ms
+    from api.queries.answers import age_ms
 
     for view in replayed.namespaces.views:
         model, group = split_group(view.stream.model)
@@ -236,7 +236,7 @@ def _with_first_differences(
     found: list[StreamDiff], folders: tuple[Path, Path], moments: tuple[LogMoment, LogMoment]
 ) -> list[StreamDiff]:
     """Add the first batch of each stream that differs between two logs."""
-    from analysis.first_differences import first_differences, records_before
+    from analysis.diff import first_differences, records_before
 
     with progress_bar() as bar:
         chunks = [LogInput(folder).chunks(f"comparing {folder}", bar) for folder in folders]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.fast.writer import AnswerWriter
-from api.queries.encoding import encode_answer
+from api.queries.answers import encode_answer
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace, Namespaces
 from indexer.scores import score_all

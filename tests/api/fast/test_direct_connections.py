@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from api.fast import connection, request_templates
+from api.fast import connection, templates
 from api.fast.heads import Head
 from tests.rigs.api import listening
 from tests.rigs.raw_http import QUERY, TOKENS, Connect, a_service, body_of, connecting, prompts, request
@@ -52,7 +52,7 @@ async def test_requests_that_vary_are_answered_by_kernels_once_each_was_seen(
 
 
 async def test_more_templates_than_are_kept(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_templates, "_MAX_KEPT", 4)
+    monkeypatch.setattr(templates, "_MAX_KEPT", 4)
 
     line, single = await connect(), await connect()
     bodies = [body_of(token_ids=TOKENS[: i + 1], cache_salt=f"user-{i % 6}") for i in range(40)]

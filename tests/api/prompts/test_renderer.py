@@ -153,7 +153,7 @@ async def test_the_cache_is_bounded_and_forgets(monkeypatch: pytest.MonkeyPatch)
         await renderer.render({**PROMPT, "prompt": "0"})
         assert len(engine.asked) == 301
         now = time.monotonic()
-        monkeypatch.setattr("api.prompts.rendered.time.monotonic", lambda: now + 61)
+        monkeypatch.setattr("api.prompts.renderer.time.monotonic", lambda: now + 61)
         await renderer.render({**PROMPT, "prompt": "299"})
         assert len(engine.asked) == 302
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.problems import ProblemError
-from api.queries.large_bodies import JSON, LARGE_BYTES, MAX_FIELDS, MAX_OTHER_BYTES, MSGPACK, elements, number_slices
+from api.queries.body_formats import JSON, LARGE_BYTES, MAX_FIELDS, MAX_OTHER_BYTES, MSGPACK, elements, number_slices
 from tests.support.effort import num_examples
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed

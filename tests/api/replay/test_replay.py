@@ -46,7 +46,7 @@ async def test_the_page_gets_the_workers_their_rates_and_their_changes_of_the_mo
 
 
 async def test_curves_have_only_intervals_that_were_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.replay.curves._MOST_RECORDS", 1000)
+    monkeypatch.setattr("api.replay.moments._MOST_RECORDS", 1000)
     stream = Stream("w")  # 20 records a second
     write_log(tmp_path, (stream.batch(stored((0, [i + 1])), now=1000 + i / 20) for i in range(1200)))
 

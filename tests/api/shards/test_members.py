@@ -17,10 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.http_pool import NoAnswerError
 from api.queries.routes import QueryRoutes
-from api.shards.forwarding import ForwardToMembers
-from api.shards.members import Members
+from api.shards.group import ForwardToMembers
 from api.shards.scatter_gather import ScatterGather
-from api.shards.wire import ShardReply, encode
+from api.shards.wire import Members, ShardReply, encode
 from indexer.shards.assignment import Assignment, Member
 from indexer.shards.membership import Membership
 
