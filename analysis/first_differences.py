@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kv_events.codec import batch_number
+from kv_events.codec import batch_head
 from kv_events.http.log import BatchInLog
 from kv_events.log.moments import LogMoment
 from kv_events.log.reader import RecordChunk
@@ -85,10 +85,12 @@ def first_differences(
             if each is None or each[1].channel != Channel.EVENTS:
                 continue
             index, record = each
-            number = batch_number(record.payload)
+            head = batch_head(record.payload)
             stream = streams.setdefault(record.key, _Stream())
-            if number is not None and stream.parted is None:
-                place = BatchInLog(index=index, time=record.timestamp_ms / 1000, epoch=number[0], seq=number[1])
-                stream.take(side, _Batch(number, hash(record.payload), place), _MOST_WAITING // len(streams))
+            if head is not None and stream.parted is None:
+                place = BatchInLog(index=index, time=record.timestamp_ms / 1000, epoch=head.epoch, seq=head.seq)
+                stream.take(
+                    side, _Batch((head.epoch, head.seq), hash(record.payload), place), _MOST_WAITING // len(streams)
+                )
     found = {key.decode(errors="replace"): stream.end() for key, stream in streams.items()}
     return {key: ends for key, ends in found.items() if ends is not None}

@@ -6,6 +6,7 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from analysis.audit.report import AuditReport
 from analysis.audit.residency import milliseconds
 from analysis.audit.stream_audit import StreamAudit, settings_of_audits
 from indexer.replay import open_beginning
-from kv_events.codec import batch_time
+from kv_events.codec import batch_head
 from kv_events.decisions import DecisionRecord
 from kv_events.errors import RecordRejectedError
 from kv_events.log.event_log import EventLogReader
@@ -88,8 +89,8 @@ def audit_log(
 
 def _batch_ms(record: LogRecord) -> int:
     """Return the time of a batch, of which the decisions before it are judged first."""
-    time_s = batch_time(record.payload)
-    return record.timestamp_ms if time_s is None else milliseconds(time_s)
+    head = batch_head(record.payload)
+    return milliseconds(head.timestamp) if head is not None and isfinite(head.timestamp) else record.timestamp_ms
 
 
 class SortedDecisions:
