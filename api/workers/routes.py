@@ -20,8 +20,7 @@ from api.queries.routes import json_response, read_body
 from api.view_source import ViewSource, is_known, stream_pages
 from api.workers.description import list_workers
 from indexer.views import View
-from kv_events.http.worker_records import WorkerRecord
-from kv_events.http.workers import RadixView, ResyncAccepted, ViewPage, Worker
+from kv_events.http.workers import RadixView, ResyncAccepted, ViewPage, Worker, WorkerRecord
 from kv_events.limits import MAX_DP_RANK
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId, split_group
