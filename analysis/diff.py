@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from indexer.replay import Replay
-from kv_events.codec import batch_number
+from kv_events.codec import batch_head
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array
 from kv_events.http.log import BatchInLog, MovedPage, StreamDiff
@@ -184,10 +184,11 @@ def first_differences(
             if each is None or each[1].channel != Channel.EVENTS:
                 continue
             index, record = each
-            number = batch_number(record.payload)
+            head = batch_head(record.payload)
             stream = streams.setdefault(record.key, _Stream())
-            if number is not None and stream.parted is None:
-                place = BatchInLog(index=index, time=record.timestamp_ms / 1000, epoch=number[0], seq=number[1])
-                stream.take(side, _Batch(number, hash(record.payload), place), _MOST_WAITING // len(streams))
+            if head is not None and stream.parted is None:
+                place = BatchInLog(index=index, time=record.timestamp_ms / 1000, epoch=head.epoch, seq=head.seq)
+                batch = _Batch((head.epoch, head.seq), hash(record.payload), place)
+                stream.take(side, batch, _MOST_WAITING // len(streams))
     found = {key.decode(errors="replace"): stream.end() for key, stream in streams.items()}
     return {key: ends for key, ends in found.items() if ends is not None}

@@ -8,21 +8,13 @@ Start at `fleet.Fleet`, then `engine` and `stream.engine_stream`. `registry` kno
 `plugins` runs inside engines and needs no socket. Imports `publisher` and `kv_events`.
 """
 
-from bridge.engine import EngineStatus
-from bridge.fleet import EngineConflictError, Fleet
-from bridge.settings import BridgeSettings, EngineSettings, engines_of, parse_engine, read_engines
-from bridge.stream.subscriber import ConnectionState
-from bridge.worker_stream import StreamStatus
-
-__all__ = [
-    "BridgeSettings",
-    "ConnectionState",
-    "EngineConflictError",
-    "EngineSettings",
-    "EngineStatus",
-    "Fleet",
-    "StreamStatus",
-    "engines_of",
-    "parse_engine",
-    "read_engines",
-]
+from bridge.engine import EngineStatus as EngineStatus
+from bridge.fleet import EngineConflictError as EngineConflictError
+from bridge.fleet import Fleet as Fleet
+from bridge.settings import BridgeSettings as BridgeSettings
+from bridge.settings import EngineSettings as EngineSettings
+from bridge.settings import engines_of as engines_of
+from bridge.settings import parse_engine as parse_engine
+from bridge.settings import read_engines as read_engines
+from bridge.stream.subscriber import ConnectionState as ConnectionState
+from bridge.worker_stream import StreamStatus as StreamStatus

@@ -27,23 +27,6 @@ _RECONNECT_S = 1.0
 """Readers of an earlier process reconnect within this time. They must not miss that the numbers begin again."""
 _BEAT_S = 2.0
 """Pause after which the newest batch is sent again. A reader that came late asks for earlier ones when it gets it."""
-_STORED = (
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-    "group_idx",
-    "kv_cache_spec_kind",
-    "kv_cache_spec_sliding_window",
-)
-_FIELDS = {"BlockStored": _STORED, "BlockRemoved": ("block_hashes", "medium", "group_idx"), "AllBlocksCleared": ()}
-"""The fields of events that are arrays, in order."""
-_REQUIRED = {"BlockStored": _STORED[:7], "BlockRemoved": ("block_hashes", "medium")}
-"""Fields that readers may require although engines leave them out: null."""
 _Hash = int | bytes
 _CLEARED = msgspec.msgpack.encode([0.0, [{"type": "AllBlocksCleared"}], None])
 _UNREADABLE = (msgspec.MsgspecError, RecursionError, LookupError, TypeError, ValueError, AttributeError)
@@ -53,15 +36,15 @@ class RepublishError(KvsightError):
     """Events cannot be sent on now: an address is in use."""
 
 
-class _Checked(msgspec.Struct):
+class _Checked(msgspec.Struct, kw_only=True):
     """What readers understand. They leave out a whole batch for one invalid field."""
 
     block_hashes: list[_Hash]
-    medium: str | None
     parent_block_hash: _Hash | None = None
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]] = []
     block_size: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] = 0
     lora_id: int | None = None
+    medium: str | None
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
     group_idx: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] | None = None
@@ -70,6 +53,13 @@ class _Checked(msgspec.Struct):
     locality: str | None = None
     ownership: str | None = None
     session_id: str | None = None
+
+
+_STORED = _Checked.__struct_fields__[:11]  # the others are only in maps
+_FIELDS = {"BlockStored": _STORED, "BlockRemoved": ("block_hashes", "medium", "group_idx"), "AllBlocksCleared": ()}
+"""The fields of events that are arrays, in order."""
+_REQUIRED = {"BlockStored": _STORED[:7], "BlockRemoved": ("block_hashes", "medium")}
+"""Fields that readers may require although engines leave them out: null."""
 
 
 class Republisher:

@@ -16,7 +16,6 @@ from bridge.decoding.events import MASK64, AttentionSpec, InvalidEvent, PageRun,
 from bridge.decoding.kernels.columns import REMOVAL
 from bridge.settings import EngineDefaults
 from bridge.worker_stream import EngineState, WorkerStream
-from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
 from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.schema import CLOSED
@@ -33,10 +32,6 @@ _STATES = -1
 """The `window_size` of recurrent states."""
 
 
-class _BadEventError(KvsightError):
-    """A field is invalid."""
-
-
 def from_tensorrt(event: Mapping[str, Any], block_size: int, widest_window: int = 0) -> list[Run]:
     """Convert a polled event to runs. Unknown fields are ignored; an invalid event becomes an InvalidEvent.
 
@@ -46,7 +41,7 @@ def from_tensorrt(event: Mapping[str, Any], block_size: int, widest_window: int 
     """
     try:
         return list(_runs(event, block_size, widest_window))
-    except (_BadEventError, LookupError, TypeError, AttributeError, ValueError, OverflowError):
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError):
         return [InvalidEvent("type", may_remove=not _is_store(event))]
 
 
@@ -219,11 +214,11 @@ def _hash(value: Any) -> int:
     if isinstance(value, bytes) and value:
         return int.from_bytes(value[-8:], "big")
     if not isinstance(value, int):
-        raise _BadEventError(f"got {value!r}, expected a block hash")
+        raise TypeError(f"got {value!r}, expected a block hash")
     return value & MASK64
 
 
 def _integer(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise _BadEventError(f"got {value!r}, expected an integer of at least 0")
+        raise ValueError(f"got {value!r}, expected an integer of at least 0")
     return value

@@ -8,17 +8,12 @@ other package of the project, and neither torch nor aiokafka nor FastAPI.
 Start at `schema`, then `codec`.
 """
 
-from kv_events.errors import InvalidValueError, KvsightError, RecordRejectedError
-from kv_events.schema import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent, StorageMedium
-
-__all__ = [
-    "MEDIA",
-    "AllBlocksCleared",
-    "BlockRemoved",
-    "BlockStored",
-    "EngineEvent",
-    "InvalidValueError",
-    "KvsightError",
-    "RecordRejectedError",
-    "StorageMedium",
-]
+from kv_events.errors import InvalidValueError as InvalidValueError
+from kv_events.errors import KvsightError as KvsightError
+from kv_events.errors import RecordRejectedError as RecordRejectedError
+from kv_events.schema import MEDIA as MEDIA
+from kv_events.schema import AllBlocksCleared as AllBlocksCleared
+from kv_events.schema import BlockRemoved as BlockRemoved
+from kv_events.schema import BlockStored as BlockStored
+from kv_events.schema import EngineEvent as EngineEvent
+from kv_events.schema import StorageMedium as StorageMedium

@@ -6,6 +6,7 @@ are ignored. Any other deviation raises `RecordRejectedError`.
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -19,6 +20,7 @@ from kv_events.streams import StreamId
 
 _encoder = msgspec.msgpack.Encoder()
 _batch_decoder = msgspec.msgpack.Decoder(schema.DegradedBatch)
+_head_decoder = msgspec.msgpack.Decoder(schema.BatchHead)
 _event_decoder = msgspec.msgpack.Decoder(schema.WireEvent)
 _control_decoder = msgspec.msgpack.Decoder(schema.ResyncRequest)
 
@@ -137,39 +139,28 @@ def extra_keys(payload: bytes) -> list[str]:
 
     payload: a record that `decode_batch` accepts.
     """
-    events = (_event_decoder.decode(raw) for raw in _batch_decoder.decode(payload).events)
-    keys = (event.extra_key for event in events if isinstance(event, schema.PackedStored))
-    return list(dict.fromkeys(key for key in keys if key))
+    return list(dict.fromkeys(store.extra_key for store in _stores(payload) if store.extra_key))
 
 
 def stores_with_tokens(payload: bytes) -> list[schema.PackedStored]:
     """Return the stores of a record that contain tokens. payload: a record that `decode_batch` accepts."""
+    return [store for store in _stores(payload) if store.token_ids]
+
+
+def _stores(payload: bytes) -> Iterator[schema.PackedStored]:
     events = (_event_decoder.decode(raw) for raw in _batch_decoder.decode(payload).events)
-    return [event for event in events if isinstance(event, schema.PackedStored) and event.token_ids]
+    return (event for event in events if isinstance(event, schema.PackedStored))
 
 
-_head_decoder = msgspec.msgpack.Decoder(schema.BatchHead)
+def batch_head(payload: bytes) -> schema.BatchHead | None:
+    """Decode a batch without its events, and check nothing. Returns None if the record is no batch.
 
-
-def batch_time(payload: bytes) -> float | None:
-    """Return the time of a batch without decoding its events, or None if the record is no batch.
-
-    The time of its record may be a later one: Kafka can be configured to replace it.
+    The time of the record may be later than that of the batch: Kafka can be configured to replace it.
     """
     try:
-        time_s = _head_decoder.decode(payload).timestamp
+        return _head_decoder.decode(payload)
     except schema.UNREADABLE:
         return None
-    return time_s if math.isfinite(time_s) else None
-
-
-def batch_number(payload: bytes) -> tuple[int, int] | None:
-    """Return epoch and seq of a batch without decoding its events, or None if the record is no batch."""
-    try:
-        head = _head_decoder.decode(payload)
-    except schema.UNREADABLE:
-        return None
-    return head.epoch, head.seq
 
 
 def encode_resync(request: schema.ResyncRequest) -> bytes:

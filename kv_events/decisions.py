@@ -6,13 +6,20 @@ have the same request id, which is also the key of both records. The version rul
 
 import math
 from collections.abc import Callable
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
 from kv_events import limits
 from kv_events.errors import InvalidValueError, RecordRejectedError
 from kv_events.schema import SCHEMA_MAJOR, SCHEMA_VERSION, decoded
+
+
+class Versioned(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A record that begins with the version of its schema."""
+
+    schema_version: int
+    """major << 8 | minor, see `kv_events.schema`."""
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -27,11 +34,9 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The number by which the router compared the candidates. The highest one wins."""
 
 
-class Decision(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+class Decision(Versioned, frozen=True, tag=True, array_like=True, gc=False):
     """What a router chose for one request."""
 
-    schema_version: int
-    """major << 8 | minor, see `kv_events.schema`."""
     request_id: str
     timestamp: float
     """Time of the choice, by the router's clock, in seconds since 1970."""
@@ -51,10 +56,9 @@ class Decision(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
     """The workers among which the router chose. May be empty."""
 
 
-class Outcome(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+class Outcome(Versioned, frozen=True, tag=True, array_like=True, gc=False):
     """What the engine reused for a request."""
 
-    schema_version: int
     request_id: str
     timestamp: float
     """Time at which the engine had read its cache, by the router's clock: at the latest that of its answer."""
@@ -92,12 +96,7 @@ DECISIONS_FOLDER = "decisions"
 """Folder inside that of an event log, with the log of the decisions that belong to it."""
 
 
-class _Versioned(Protocol):
-    @property
-    def schema_version(self) -> int: ...
-
-
-_Record = TypeVar("_Record", bound=_Versioned)
+_Record = TypeVar("_Record", bound=Versioned)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(DecisionRecord)

@@ -5,7 +5,7 @@ replays the batches that it still keeps, in one of two layouts, and ends an answ
 """
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from kv_events.errors import InvalidValueError, KvsightError
 
@@ -22,28 +22,19 @@ class FrameError(KvsightError):
     """A message does not have the frames of the protocol."""
 
 
-class ReplayMessage(NamedTuple):
-    """A message of the replay socket: a batch, or the end marker."""
-
-    seq: int
-    """-1: the end marker."""
-    payload: Payload
-
-    @property
-    def is_end(self) -> bool:
-        return self.seq < 0
-
-
 def seq_frame(seq: int) -> bytes:
     return seq.to_bytes(SEQ_BYTES, "big")
 
 
-def parse_replay(frames: Sequence[bytes]) -> ReplayMessage:
-    """Read either layout, `seq, payload` or `topic, seq, payload`, behind an empty delimiter. Raises FrameError."""
+def parse_replay(frames: Sequence[bytes]) -> tuple[int, Payload] | None:
+    """Return the number and the payload of a replayed batch, or None for the end of a replay. Raises FrameError.
+
+    Reads either layout, `seq, payload` or `topic, seq, payload`, behind an empty delimiter.
+    """
     if not 2 <= len(frames) <= 4 or len(frames[-2]) != SEQ_BYTES:
         raise FrameError(f"{len(frames)} frames of {[len(frame) for frame in frames[:5]]} bytes")
     seq, payload = frames[-2:]
-    return ReplayMessage(-1 if seq == END else int.from_bytes(seq, "big"), payload)
+    return None if seq == END else (int.from_bytes(seq, "big"), payload)
 
 
 def replay_request(start: int) -> list[bytes]:

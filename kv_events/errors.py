@@ -55,6 +55,13 @@ def check_type(field: str, value: object, kind: type | UnionType) -> None:
         raise InvalidValueError(field, value, getattr(kind, "__name__", str(kind)))
 
 
+def check_positive(**numbers: int) -> None:
+    """Raise InvalidValueError unless all numbers, by the names of their arguments, are positive."""
+    for field, number in numbers.items():
+        if number < 1:
+            raise InvalidValueError(field, number, "a positive integer")
+
+
 def shorten(value: object, limit: int = 80) -> str:
     """Return a short text for a value in a message, at a bounded cost.
 

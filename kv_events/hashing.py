@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_positive
 from kv_events.hash_seed import process_seed
 from kv_events.kernels.xxh3 import hash_prompt, hash_windows, long_hash_state, roll
 from kv_events.tokens import U32Array as U32Array
@@ -54,8 +54,7 @@ def block_hash_chain(
     the page before the first one, or None. In bigram mode, unit j is the pair (tokens[j], tokens[j + 1]), and both
     tokens are hashed. Raises InvalidValueError.
     """
-    if page_size < 1:
-        raise InvalidValueError("page_size", page_size, "a positive integer")
+    check_positive(page_size=page_size)
     tokens = token_array(tokens, "tokens")
     if is_bigram:
         tokens = np.stack((tokens[:-1], tokens[1:]), axis=1).reshape(-1) if len(tokens) > 1 else tokens[:0]

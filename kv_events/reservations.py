@@ -13,11 +13,11 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kv_events import decisions
-from kv_events.decisions import Decision, DecisionRecord
+from kv_events.decisions import VERSION as VERSION
+from kv_events.decisions import Decision, DecisionRecord, Versioned
 from kv_events.errors import InvalidValueError, RecordRejectedError
 from kv_events.limits import MAX_NAME_BYTES, MAX_OUTPUT_BLOCKS, MAX_REQUEST_ID_BYTES, MAX_TOKENS_PER_REQUEST
 from kv_events.records import Channel
-from kv_events.schema import SCHEMA_VERSION
 
 PREFILL_COMPLETE, OUTPUT_BLOCK, RELEASED = "prefill_complete", "output_block", "released"
 STEPS = (PREFILL_COMPLETE, OUTPUT_BLOCK, RELEASED)
@@ -25,10 +25,9 @@ AT_PREFILL = "/prefill"
 """End of the id under which the worker is booked that computes the prompt of a request for another one."""
 
 
-class Reserved(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+class Reserved(Versioned, frozen=True, tag=True, array_like=True, gc=False):
     """A request was placed."""
 
-    schema_version: int
     replica: str
     """The service that placed it: a new name at each start."""
     decision: Decision
@@ -39,10 +38,9 @@ class Reserved(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
     """Key of the conversation. Empty: none."""
 
 
-class Progressed(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+class Progressed(Versioned, frozen=True, tag=True, array_like=True, gc=False):
     """A placed request went on, or ended."""
 
-    schema_version: int
     replica: str
     reservation_id: str
     timestamp: float
@@ -59,17 +57,15 @@ MAX_JOINED = 1024
 """Largest number of records in one of the log."""
 
 
-class Several(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+class Several(Versioned, frozen=True, tag=True, array_like=True, gc=False):
     """Several records in one of the log, so that each of them costs a busy writer and its readers less."""
 
-    schema_version: int
     records: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_JOINED)]
 
 
 ReservationRecord: TypeAlias = Reserved | Progressed
 """One record."""
 
-VERSION = SCHEMA_VERSION
 RESERVATIONS_FOLDER = "reservations"
 """Folder inside that of an event log, with the log of the reservations that belong to it."""
 CHOICES = (Channel.DECISIONS, Channel.RESERVATIONS)

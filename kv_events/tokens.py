@@ -28,7 +28,7 @@ def token_array(token_ids: Sequence[int] | npt.NDArray[np.integer], field: str =
     except (OverflowError, TypeError):
         raise _first_bad_token(token_ids, field) from None
     if wide.dtype is not _U32 and wide.size and (wide.min() < 0 or wide.max() > MAX_TOKEN_ID):
-        raise _first_bad_token(token_ids, field)
+        raise _first_bad_token(wide.tolist(), field)
     return np.ascontiguousarray(wide, _U32)
 
 
@@ -58,7 +58,7 @@ def _integers(values: Sequence[int] | npt.NDArray[np.integer], typecode: str, fi
     """Return a flat array of integers. Raises InvalidValueError, or OverflowError or TypeError for an element."""
     wide = np.asarray(values if isinstance(values, np.ndarray) else array(typecode, _items(values, field)))
     if wide.ndim != 1 or wide.dtype.kind not in "iu":
-        raise InvalidValueError(field, values, _FLAT_LIST)
+        raise InvalidValueError(field, f"{wide.dtype}{list(wide.shape)}", f"{_FLAT_LIST}, of one dimension")
     return wide
 
 

@@ -6,19 +6,13 @@ Owns the ledger of the pages that the worker holds, the bounded queue, batching,
 `change_queue` -> `packing` -> `sinks`.
 """
 
-from publisher.publisher import CloseReport, EventPublisher, PublisherStateError, PublisherStats
-from publisher.settings import PublisherSettings
-from publisher.sinks.base import OutRecord, Sink, SinkError, SinkRejectedError, SinkUnavailableError
-
-__all__ = [
-    "CloseReport",
-    "EventPublisher",
-    "OutRecord",
-    "PublisherSettings",
-    "PublisherStateError",
-    "PublisherStats",
-    "Sink",
-    "SinkError",
-    "SinkRejectedError",
-    "SinkUnavailableError",
-]
+from publisher.publisher import CloseReport as CloseReport
+from publisher.publisher import EventPublisher as EventPublisher
+from publisher.publisher import PublisherStateError as PublisherStateError
+from publisher.publisher import PublisherStats as PublisherStats
+from publisher.settings import PublisherSettings as PublisherSettings
+from publisher.sinks.base import OutRecord as OutRecord
+from publisher.sinks.base import Sink as Sink
+from publisher.sinks.base import SinkError as SinkError
+from publisher.sinks.base import SinkRejectedError as SinkRejectedError
+from publisher.sinks.base import SinkUnavailableError as SinkUnavailableError

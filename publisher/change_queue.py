@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kv_events.errors import InvalidValueError
+from kv_events.errors import check_positive
 from kv_events.kernels.arrays import zeros
 from publisher.kernels.changes import BROKEN, HEAD, TAIL, TAKEN, PageChanges, QueueArrays
 
@@ -16,8 +16,7 @@ class ChangeQueue:
     """
 
     def __init__(self, capacity: int) -> None:
-        if capacity < 1:
-            raise InvalidValueError("queue_pages", capacity, "a positive integer")
+        check_positive(queue_pages=capacity)
         types = np.uint8, np.uint64, np.uint64, np.uint64, np.uint32
         ring = PageChanges._make(zeros(capacity, each) for each in types)
         self.arrays = QueueArrays(ring, np.zeros(6, np.int64))

@@ -20,7 +20,7 @@ from publisher.kernels.blocks import BlockTable
 from publisher.kernels.changes import REMOVAL, PageChanges
 from publisher.kernels.events import PageEvents
 from publisher.ledger import Ledger, LedgerCopy
-from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens
+from publisher.packing import EVENT_BYTES, PageTokens, num_fitting
 from publisher.settings import PublisherSettings
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class ChangeTracker:
     def __init__(self, settings: PublisherSettings, blocks: BlockTable | None = None) -> None:
         self._worker = settings.worker
         self._block_size = settings.block_size
-        self._limits = BatchLimits(settings.batch_pages, settings.batch_bytes)
+        self._batch_pages, self._batch_bytes = settings.batch_pages, settings.batch_bytes
         self._token_bytes = 0
         self._tokens: deque[PageTokens] | None = None  # one entry for each waiting store
         if settings.with_tokens:
@@ -246,8 +246,8 @@ class ChangeTracker:
         tokens; and the ledger's digest, or None while more changes wait.
         """
         with self._lock:
-            changes = self.queue.peek(self._limits.pages)
-            changes = changes.part(0, self._limits.fitting(changes, self._token_bytes))
+            changes = self.queue.peek(self._batch_pages)
+            changes = changes.part(0, num_fitting(changes, self._batch_bytes, self._token_bytes))
             self.queue.take(len(changes.kinds))
             tokens = None
             if self._tokens is not None:

@@ -19,9 +19,7 @@ from publisher.kernels import ledger as kernels
 from publisher.kernels.blocks import HELD, ON_MEDIA, PAGE, STATE, BlockTable
 from publisher.kernels.changes import PageChanges, advance_digest
 from publisher.kernels.events import PageEvents
-from publisher.kernels.ledger import SLICE_PAGES
-
-__all__ = ["SLICE_PAGES", "Ledger", "LedgerCopy", "resync_changes"]
+from publisher.kernels.ledger import SLICE_PAGES as SLICE_PAGES
 
 U64Array = npt.NDArray[np.uint64]
 

@@ -35,16 +35,12 @@ class PageTokens(NamedTuple):
     extra_key: str | None
 
 
-class BatchLimits(NamedTuple):
-    pages: int
-    bytes: int
+def num_fitting(changes: PageChanges, max_bytes: int, token_bytes: int = 0) -> int:
+    """Return how many of the changes fit into a batch of `max_bytes`, at least one.
 
-    def fitting(self, changes: PageChanges, token_bytes: int = 0) -> int:
-        """Return how many of the changes fit into one batch, at least one.
-
-        token_bytes: upper bound on the bytes that tokens add to each page.
-        """
-        return int(batch_length(changes, _MAX_EVENTS, self.bytes, EVENT_BYTES, PAGE_BYTES + token_bytes))
+    token_bytes: upper bound on the bytes that tokens add to each page.
+    """
+    return int(batch_length(changes, _MAX_EVENTS, max_bytes, EVENT_BYTES, PAGE_BYTES + token_bytes))
 
 
 def pack(changes: PageChanges, tokens: list[PageTokens] | None = None) -> list[bytes]:

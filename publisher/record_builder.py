@@ -13,7 +13,7 @@ from kv_events.schema import CLOSED, LEDGER_FULL, ResyncRequest, SnapshotBegin, 
 from publisher.change_tracker import ChangeTracker
 from publisher.kernels.changes import PageChanges, advance_digest
 from publisher.ledger import resync_changes
-from publisher.packing import BatchLimits, pack
+from publisher.packing import num_fitting, pack
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord
 
@@ -54,7 +54,6 @@ class RecordBuilder:
         self._settings = settings
         self._stream = settings.stream
         self._key = settings.stream.key.encode()
-        self._limits = BatchLimits(settings.batch_pages, settings.batch_bytes)
         self._tracker = tracker
         self._digest = empty_digest()  # state after the last record
         self._sent_degraded_reason = ""  # in the last record
@@ -193,8 +192,8 @@ class RecordBuilder:
     def _resync_record(self, resync: _ActiveResync, now: float) -> OutRecord:
         """Return the next part of a resync. Its digest is that of the whole resync; readers compare it at the end."""
         start = resync.position
-        part = resync.changes.part(start, start + self._limits.pages)
-        part = part.part(0, self._limits.fitting(part))
+        part = resync.changes.part(start, start + self._settings.batch_pages)
+        part = part.part(0, num_fitting(part, self._settings.batch_bytes))
         resync.position += len(part.kinds)
         self.num_resync_pages += len(part.kinds)
         events = pack(part)
@@ -212,7 +211,7 @@ class RecordBuilder:
         num_queued = self._tracker.queue.num_queued
         if num_queued == 0:
             return False
-        if force or num_queued >= self._limits.pages:
+        if force or num_queued >= self._settings.batch_pages:
             return True
         return self._clock - self._last_record_at >= self._settings.linger_ms / 1000
 

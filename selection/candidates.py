@@ -1,7 +1,7 @@
 """What a policy sees: the workers that could get a request, as columns of equal length, and what it returns."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -81,16 +81,6 @@ class Policy(Protocol):
 
 def selected(candidates: Candidates, rows: list[int]) -> Candidates:
     """Return some of the candidates."""
-    return Candidates(
-        [candidates.workers[row] for row in rows],
-        [candidates.dp_ranks[row] for row in rows],
-        candidates.held[rows],
-        candidates.predicted[rows],
-        candidates.computed[rows],
-        candidates.prefill_tokens[rows],
-        candidates.decode_blocks[rows],
-        candidates.requests[rows],
-        candidates.pages[rows],
-        [candidates.roles[row] for row in rows],
-        candidates.block_size,
-    )
+    columns: tuple[Any, ...] = candidates[:-1]
+    taken = (each[rows] if isinstance(each, np.ndarray) else [each[row] for row in rows] for each in columns)
+    return Candidates._make((*taken, candidates.block_size))

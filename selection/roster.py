@@ -14,7 +14,7 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespace
 from indexer.views import View
 from kv_events.hashing import U64Array
-from kv_events.http.worker_records import WorkerRecord
+from kv_events.http.workers import WorkerRecord
 from kv_events.kernels.bundles import pin
 from kv_events.schema import NUM_MEDIA
 from kv_events.streams import StreamId

@@ -41,7 +41,7 @@ from engine_cache import (
 from engine_cache.pools.allocators import host_pool_size
 from engine_cache.storage import HiCacheStorage, PagedHostPool, PoolName
 from engine_cache.tree.node import path_down
-from kv_events.errors import InvalidValueError
+from kv_events.errors import check_positive
 from kv_events.hashing import U64Array
 from kv_events.schema import MEDIA, StorageMedium
 from simulation.settings import SimulationSettings
@@ -73,8 +73,7 @@ class BytelessStore(HiCacheStorage):
     needs_bytes: ClassVar[bool] = False
 
     def __init__(self, capacity_pages: int) -> None:
-        if capacity_pages < 1:
-            raise InvalidValueError("capacity_pages", capacity_pages, "a positive integer")
+        check_positive(capacity_pages=capacity_pages)
         super().__init__()
         self._capacity = capacity_pages
         self._lock = Lock()  # guards everything below

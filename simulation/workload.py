@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_positive
 from kv_events.hashing import U32Array
 
 _VOCABULARY = 128_000
@@ -99,9 +99,8 @@ class WorkloadSettings:
     subagents: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("num_requests", "num_system_prompts", "burst_sessions", "subagents"):
-            if getattr(self, name) < 1:
-                raise InvalidValueError(name, getattr(self, name), "a positive integer")
+        check_positive(num_requests=self.num_requests, num_system_prompts=self.num_system_prompts)
+        check_positive(burst_sessions=self.burst_sessions, subagents=self.subagents)
         for name in ("agent_share", "burst_share", "subagent_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InvalidValueError(name, getattr(self, name), "0 .. 1")

@@ -6,6 +6,7 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
+from math import isfinite
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from analysis.audit.report import AuditReport, Finding, Funnel, HotPrefix, Strea
 from analysis.audit.residency import milliseconds
 from analysis.audit.stream_audit import StreamAudit, settings_of_audits
 from indexer.replay import open_beginning
-from kv_events.codec import batch_time, stores_with_tokens
+from kv_events.codec import batch_head, stores_with_tokens
 from kv_events.decisions import DecisionRecord
 from kv_events.errors import RecordRejectedError
 from kv_events.http.explanations import BatchPosition
@@ -92,8 +93,8 @@ def audit_log(
 
 def _batch_ms(record: LogRecord) -> int:
     """Return the time of a batch, of which the decisions before it are judged first."""
-    time_s = batch_time(record.payload)
-    return record.timestamp_ms if time_s is None else milliseconds(time_s)
+    head = batch_head(record.payload)
+    return milliseconds(head.timestamp) if head is not None and isfinite(head.timestamp) else record.timestamp_ms
 
 
 class SortedDecisions:

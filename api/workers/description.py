@@ -17,8 +17,7 @@ from indexer.namespaces import Namespace, NamespaceKey, Namespaces
 from indexer.slices import Slices
 from indexer.views import View, ViewCounters, ViewState, least_trusted
 from kv_events.digest import digest_bytes, empty_digest
-from kv_events.http.worker_records import WorkerRecord
-from kv_events.http.workers import Listener, Worker
+from kv_events.http.workers import Listener, Worker, WorkerRecord
 from kv_events.remedies import remedy
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, MEDIA
 from kv_events.streams import StreamId, split_group

@@ -23,7 +23,7 @@ from api.workers.reports import Reports
 from indexer.consumer import Consumer
 from kv_events.engine_wire import endpoint_of_rank
 from kv_events.errors import InvalidValueError
-from kv_events.http.worker_records import WorkerRecord
+from kv_events.http.workers import WorkerRecord
 from kv_events.runtime.supervised import in_background, keep_running
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId, split_group

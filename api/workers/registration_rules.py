@@ -14,7 +14,7 @@ from api.workers.reports import place_of
 from bridge import EngineSettings
 from kv_events.engine_wire import LocateError, has_wildcard
 from kv_events.errors import InvalidValueError, shorten
-from kv_events.http.worker_records import WorkerRecord
+from kv_events.http.workers import WorkerRecord
 from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.streams import StreamId
 

@@ -38,7 +38,7 @@ from indexer.consumer import Consumer
 from indexer.index import IndexFullError
 from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
 from kv_events.errors import KvsightError
-from kv_events.http.worker_records import WorkerRecord
+from kv_events.http.workers import WorkerRecord
 from kv_events.log.memory import MemoryLog
 from kv_events.runtime.supervised import cancel
 from kv_events.schema import ENGINE_UNHEARD, MEDIA, TIERS

@@ -26,8 +26,7 @@ from api.workers.description import list_workers
 from indexer.index import StreamPages
 from indexer.namespaces import Namespace, NamespaceKey
 from indexer.views import View
-from kv_events.http.worker_records import WorkerRecord
-from kv_events.http.workers import RadixView, ResyncAccepted, ViewPage, Worker
+from kv_events.http.workers import RadixView, ResyncAccepted, ViewPage, Worker, WorkerRecord
 from kv_events.kernels.prefix_order import prefix_order
 from kv_events.limits import MAX_DP_RANK
 from kv_events.streams import StreamId, split_group

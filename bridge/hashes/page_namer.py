@@ -6,7 +6,7 @@ derived from it.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -53,17 +53,11 @@ class PageNamer:
         seed = self.seed(run.lora_name, run.cache_salt)
         objects: list[list[int]] = []
         if run.extra_keys:
-            begins_prompt = not run.events.has_parent[0]
-            extra = read_extra_keys(
-                run.extra_keys[: len(run.events.block_hashes)],
-                run.lora_name,
-                run.cache_salt,
-                begins_prompt=begins_prompt,
-            )
-            objects = extra.objects
-            if extra.salt:
+            entries, begins_prompt = run.extra_keys[: len(run.events.block_hashes)], not run.events.has_parent[0]
+            objects, salt = read_extra_keys(entries, run.lora_name, run.cache_salt, begins_prompt=begins_prompt)
+            if salt:
                 self._counters.guessed_salts += 1
-                seed = NamespaceSeed(self.seed(run.lora_name, extra.salt).seed, is_stated=False)
+                seed = NamespaceSeed(self.seed(run.lora_name, salt).seed, is_stated=False)
         size = max(1, run.block_size)  # 0 if all events of the run are removals
 
         def hashed(start: int, num_pages: int, seed: int) -> U64Array:
@@ -138,19 +132,13 @@ def derived(scale: int) -> U64Array:
     return np.array([*masks, 0], np.uint64)
 
 
-class ExtraKeys(NamedTuple):
-    """The entries of an event, interpreted."""
-
-    objects: list[list[int]]
-    """For each page, the hashes of its multimodal objects, ascending."""
-    salt: str
-    """Cache salt of the prompt, if an entry looks like one; else empty."""
-
-
-def read_extra_keys(entries: Sequence[Any], lora_name: str, cache_salt: str, *, begins_prompt: bool) -> ExtraKeys:
+def read_extra_keys(
+    entries: Sequence[Any], lora_name: str, cache_salt: str, *, begins_prompt: bool
+) -> tuple[list[list[int]], str]:
     """Interpret the entries. An unknown key is hashed as an object, so that it still tells its page from others.
 
-    lora_name, cache_salt: those that the event itself names, or empty.
+    lora_name, cache_salt: those that the event itself names, or empty. Returns for each page the hashes of its
+    multimodal objects, ascending, and the cache salt of the prompt, if an entry looks like one, or "".
     """
     objects: list[list[int]] = []
     salt = ""
@@ -162,7 +150,7 @@ def read_extra_keys(entries: Sequence[Any], lora_name: str, cache_salt: str, *, 
         if begins_prompt and page == 0 and not cache_salt and keys and _is_salt(keys[-1]):
             salt = keys.pop()
         objects.append(sorted(map(_object_hash, keys)))
-    return ExtraKeys(objects, salt)
+    return objects, salt
 
 
 def _is_salt(key: Any) -> bool:

@@ -56,7 +56,7 @@ class ReplayClient:
 
     async def batches(
         self, start: int, deadline: float, live: Backlog | None = None
-    ) -> AsyncGenerator[engine_wire.ReplayMessage, None]:
+    ) -> AsyncGenerator[tuple[int, engine_wire.Payload], None]:
         """Yield the kept batches from `start` to the newest, numbers ascending. An answer may skip some.
 
         deadline: by `time.monotonic()`. live: a stream whose messages end the wait. Raises ReplayUnreachableError
@@ -86,11 +86,11 @@ class ReplayClient:
                     continue
                 self._check_deadline(deadline)
                 message = engine_wire.parse_replay(answer.next())
-                if message.is_end:
+                if message is None:
                     return
-                if message.seq <= last:
-                    raise ReplayError(f"{self._endpoint}: batch {message.seq} after batch {last}")
-                last = message.seq
+                if message[0] <= last:
+                    raise ReplayError(f"{self._endpoint}: batch {message[0]} after batch {last}")
+                last = message[0]
                 with receiving(answer.receive):
                     yield message
         except (zmq.ZMQError, engine_wire.FrameError) as error:

@@ -23,6 +23,7 @@ from bridge.stream.replay import MAX_MESSAGE_BYTES
 from kv_events.engine_wire import LocateError, is_ipv6
 from kv_events.remedies import remedy
 from kv_events.runtime.outages import RateLimitedLogger
+from kv_events.runtime.tls import connection_reason
 
 logger = logging.getLogger(__name__)
 
@@ -403,10 +404,8 @@ async def why_unreachable(endpoint: str, located: str | None = None) -> str | No
 
 
 def _reason(error: OSError | ValueError) -> str:
-    if isinstance(error, socket.gaierror):
-        return "the host name is unknown"
-    if isinstance(error, ConnectionRefusedError):
-        return "connection refused"
+    if (known := connection_reason(error)) is not None:
+        return known
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno).lower()
     return str(error)

@@ -16,7 +16,7 @@ from engine_cache.tree.events import LAST_PAGE, EventRecorder
 from engine_cache.tree.node import ComponentType, TreeNode
 from engine_cache.tree.tree import RadixTree
 from engine_cache.types import IndexArray
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_positive
 from kv_events.streams import MAMBA_GROUP
 
 
@@ -49,8 +49,7 @@ class MambaComponent(AuxiliaryComponent):
         enable_mamba_extra_buffer: bool = False,
         mamba_cache_chunk_size: int = 64,
     ) -> None:
-        if mamba_cache_chunk_size < 1:
-            raise InvalidValueError("mamba_cache_chunk_size", mamba_cache_chunk_size, "a positive integer")
+        check_positive(mamba_cache_chunk_size=mamba_cache_chunk_size)
         self.allocator = allocator
         self.mamba_pool = mamba_pool
         self.chunk_size = mamba_cache_chunk_size

@@ -21,7 +21,7 @@ from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage.operations import PrefetchOperation
 from engine_cache.tree.node import ComponentType, TreeNode, split_rows
 from engine_cache.types import IndexArray
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_positive
 from kv_events.streams import swa_group
 
 
@@ -37,8 +37,7 @@ class SWAComponent(AuxiliaryComponent):
     builds_on_start_node: ClassVar[bool] = True
 
     def __init__(self, allocator: SWATokenToKVPoolAllocator, sliding_window_size: int) -> None:
-        if sliding_window_size < 1:
-            raise InvalidValueError("sliding_window_size", sliding_window_size, "a positive integer")
+        check_positive(sliding_window_size=sliding_window_size)
         self.allocator = allocator
         self.window = sliding_window_size
         self.window_pages = -(-sliding_window_size // allocator.page_size)

@@ -7,7 +7,7 @@ import numpy as np
 from engine_cache import settings
 from engine_cache.errors import PoolError
 from engine_cache.types import IndexArray, no_indices
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_positive
 
 
 class PagedTokenToKVPoolAllocator:
@@ -19,8 +19,7 @@ class PagedTokenToKVPoolAllocator:
     """
 
     def __init__(self, size: int, page_size: int, first_page: int = 1) -> None:
-        if page_size < 1:
-            raise InvalidValueError("page_size", page_size, "a positive integer")
+        check_positive(page_size=page_size)
         if size < page_size or size % page_size:
             raise InvalidValueError("size", size, f"a positive multiple of the page size {page_size}")
         self.size = size
@@ -234,8 +233,7 @@ def host_pool_size(
 
     size_per_token: bytes per row. Raises InvalidValueError if the host pool is not larger than the device pool.
     """
-    if page_size < 1:
-        raise InvalidValueError("page_size", page_size, "a positive integer")
+    check_positive(page_size=page_size)
     if host_size_gb < 0:
         raise InvalidValueError("host_size_gb", host_size_gb, "0 or more")
     wanted = int(host_size_gb * 1e9 // size_per_token) if host_size_gb else int(device_size * ratio)

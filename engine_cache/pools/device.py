@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 
 from engine_cache.types import IndexArray
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_positive
 
 INDEX_BLOCK = 128
 """Number of values of an index key that share a scale."""
@@ -31,9 +31,7 @@ class PoolShape:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("size", "page_size", "layer_num"):
-            if getattr(self, name) < 1:
-                raise InvalidValueError(name, getattr(self, name), "a positive integer")
+        check_positive(size=self.size, page_size=self.page_size, layer_num=self.layer_num)
 
     def buffers(self, *row_shape: int) -> list[torch.Tensor]:
         """Return one zeroed tensor of shape `(size + page_size, *row_shape)` for each layer."""

@@ -8,7 +8,7 @@ import torch
 
 from engine_cache.pools.allocators import MambaSlotAllocator, ReqToTokenPool
 from engine_cache.types import IndexArray
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,7 @@ class MambaPool:
         temporal_dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> None:
-        for name, value in (("size", size), ("layer_num", layer_num)):
-            if value < 1:
-                raise InvalidValueError(name, value, "a positive integer")
+        check_positive(size=size, layer_num=layer_num)
         self.size = size
         self.layer_num = layer_num
         self.device = device

@@ -23,7 +23,7 @@ import xxhash
 from engine_cache.errors import CacheStateError
 from engine_cache.storage.base import HiCacheStorage, PagedHostPool, PoolName
 from engine_cache.storage.object_names import PAGE_KEY_PATTERN, StorageIdentity
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_positive
 from kv_events.schema import StorageMedium
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,7 @@ class DirectoryStorage(HiCacheStorage):
 
     def __init__(self, folder: Path, identity: StorageIdentity, *, capacity_bytes: int) -> None:
         super().__init__()
-        if capacity_bytes < 1:
-            raise InvalidValueError("capacity_bytes", capacity_bytes, "a positive integer")
+        check_positive(capacity_bytes=capacity_bytes)
         self._folder = folder
         self._capacity = capacity_bytes
         self._prefix, self._suffix = identity.prefix, identity.file_suffix

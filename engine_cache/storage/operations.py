@@ -15,7 +15,7 @@ from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.tree.key import RadixKey
 from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray, no_indices
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_positive
 from kv_events.schema import BlockStored
 
 STOP_POLICIES = ("best_effort", "wait_complete", "timeout")
@@ -42,9 +42,7 @@ class StoragePolicy:
     def __post_init__(self) -> None:
         if self.stop not in STOP_POLICIES:
             raise InvalidValueError("stop", self.stop, f"one of {', '.join(STOP_POLICIES)}")
-        for name in ("prefetch_threshold", "batch_pages"):
-            if getattr(self, name) < 1:
-                raise InvalidValueError(name, getattr(self, name), "a positive integer")
+        check_positive(prefetch_threshold=self.prefetch_threshold, batch_pages=self.batch_pages)
         if not 0 < self.archive_share <= 1:
             raise InvalidValueError("archive_share", self.archive_share, "above 0 and at most 1")
         for name in ("timeout_base_s", "timeout_per_1024_s", "timeout_cap_s"):

@@ -23,8 +23,9 @@ import numpy.typing as npt
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U32Array, block_hash_chain
-from kv_events.limits import MAX_EXTRA_KEY_BYTES, MAX_TOKEN_ID
+from kv_events.limits import MAX_EXTRA_KEY_BYTES
 from kv_events.schema import TokenIds
+from kv_events.tokens import token_array
 
 PageKey: TypeAlias = bytes | tuple[str, bytes]
 Unit: TypeAlias = int | tuple[int, int]
@@ -51,7 +52,7 @@ class RadixKey:
     def __init__(
         self, token_ids: Sequence[int] | npt.NDArray[np.integer], extra_key: str | None = None, is_bigram: bool = False
     ) -> None:
-        self.data = _token_bytes(token_ids)
+        self.data = token_array(token_ids).astype("<u4", copy=False).tobytes()
         self.extra_key = _namespace(extra_key)
         self.is_bigram = is_bigram
 
@@ -193,29 +194,3 @@ def _namespace(extra_key: str | None) -> str | None:
     if num_bytes > MAX_EXTRA_KEY_BYTES:
         raise InvalidValueError("extra_key", f"{num_bytes} bytes", f"at most {MAX_EXTRA_KEY_BYTES}")
     return extra_key
-
-
-def _token_bytes(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
-    if isinstance(token_ids, bytes | bytearray):  # array() would read them as machine words
-        raise InvalidValueError("token_ids", token_ids, "a flat sequence of integers")
-    if isinstance(token_ids, np.ndarray):
-        if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
-            raise InvalidValueError(
-                "token_ids", f"{token_ids.dtype}{list(token_ids.shape)}", "integers in one dimension"
-            )
-        wide = token_ids
-    else:
-        try:
-            wide = np.frombuffer(array("q", token_ids), dtype=np.int64)
-        except (TypeError, OverflowError):
-            raise _first_bad_token(token_ids) from None
-    if wide.dtype != np.uint32 and wide.size and (wide.min() < 0 or wide.max() > MAX_TOKEN_ID):
-        raise _first_bad_token(wide.tolist())
-    return wide.astype("<u4", copy=False).tobytes()
-
-
-def _first_bad_token(token_ids: Sequence[int]) -> InvalidValueError:
-    for position, token in enumerate(token_ids):
-        if not isinstance(token, int | np.integer) or not 0 <= token <= MAX_TOKEN_ID:
-            return InvalidValueError(f"token_ids[{position}]", token, f"an integer in 0 .. {MAX_TOKEN_ID}")
-    return InvalidValueError("token_ids", token_ids, "a flat sequence of integers")

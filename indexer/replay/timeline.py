@@ -1,5 +1,6 @@
 """Any moment of an event log, and the way from one moment to another."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -184,8 +185,7 @@ class Timeline(TimeIndex):
     def event_before(self, stop: int) -> tuple[int, LogRecord] | None:
         """Return the newest record of events before an index, and its index. None if there is none. Raises OSError."""
         while (start := self.block_before(stop)) is not None:
-            events = [each for each in self.records(start, stop) if each[1].channel == Channel.EVENTS]
-            if events:
+            if events := list(self.records(start, stop, [Channel.EVENTS])):
                 return events[-1]
             stop = start
         return None
@@ -194,33 +194,26 @@ class Timeline(TimeIndex):
         """Return the oldest record of events at or behind an index, and its index. None if there is none. Raises
         OSError.
         """
-        events = (each for each in self.records(start) if each[1].channel == Channel.EVENTS)
-        return next(events, None)
+        return next(self.records(start, channels=[Channel.EVENTS]), None)
 
     def first_after(self, time_s: float) -> int:
         """Return an index such that no record before it is later than a time."""
         return self.before(time_s * 1000)
 
-    def records_of(self, channels: Sequence[Channel], start: int, stop: int) -> Iterator[tuple[int, LogRecord]]:
-        """Yield (index, record) of some channels, from index `start` up to but excluding `stop`. Raises OSError."""
-        for chunk in self.chunks(start):
-            for row in np.flatnonzero(np.isin(chunk.channels, channels)).tolist():
-                if start <= chunk.first_index + row < stop:
-                    yield chunk.first_index + row, chunk.record(row)
-            if chunk.next_index >= stop:
-                return
-
-    def records(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, LogRecord]]:
-        """Yield (index, record) of all channels, from index `start` up to but excluding `stop`.
+    def records(
+        self, start: int = 0, stop: int = sys.maxsize, channels: Sequence[Channel] | None = None
+    ) -> Iterator[tuple[int, LogRecord]]:
+        """Yield (index, record) from index `start` up to but excluding `stop`. channels: None: all.
 
         Damage is passed over and noted. Raises OSError.
         """
         for chunk in self.chunks(start):
-            for index, record in chunk.records():
-                if stop is not None and index >= stop:
-                    return
-                if index >= start:
-                    yield index, record
+            wanted = np.ones(len(chunk.rows), np.bool_) if channels is None else np.isin(chunk.channels, channels)
+            for row in np.flatnonzero(wanted).tolist():
+                if start <= chunk.first_index + row < stop:
+                    yield chunk.first_index + row, chunk.record(row)
+            if chunk.next_index >= stop:
+                return
 
     def changes(self, worker: str, start: LogMoment | None = None, stop: LogMoment | None = None) -> Iterator[BatchAt]:
         """Yield the batches of a worker with events, in the order of the log, that belong to one moment and not to an
@@ -360,7 +353,7 @@ class PastRecords:
 
     def _records(self, logs: Sequence[tuple[Timeline, int]], read: Sequence[int]) -> Iterator[tuple[LogRecord, bool]]:
         for number, (log, stop) in enumerate(logs):
-            for _, record in log.records_of(self._channels, read[number], stop):
+            for _, record in log.records(read[number], stop, self._channels):
                 yield record, number > 0
         self._read = [stop for _, stop in logs]
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from kv_events.errors import InvalidValueError, KvsightError
+from kv_events.errors import InvalidValueError, KvsightError, check_positive
 from kv_events.log import format as layout
 from kv_events.log.format import EventLogCorruptedError, EventLogError, Segment, companions, list_segments, size_of
 from kv_events.log.memory import LogTruncatedError
@@ -51,8 +51,7 @@ class EventLogWriter:
 
         leaves_damage: start a new segment after a damaged one, which stays as it is, instead of raising an error.
         """
-        if segment_bytes < 1:
-            raise InvalidValueError("segment_bytes", segment_bytes, "a positive integer")
+        check_positive(segment_bytes=segment_bytes)
         self._folder = folder
         self._leaves_damage = leaves_damage
         self.segment_bytes = segment_bytes

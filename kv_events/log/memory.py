@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kv_events.errors import InvalidValueError, KvsightError
+from kv_events.errors import KvsightError, check_positive
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
 
@@ -38,8 +38,7 @@ class MemoryLog:
         """is_read_once: there is one reader, which never seeks backwards, so records before its offset are dropped.
         on_record: receives each record in order, on the thread of its writer; must not wait.
         """
-        if capacity_bytes < 1:
-            raise InvalidValueError("capacity_bytes", capacity_bytes, "a positive integer")
+        check_positive(capacity_bytes=capacity_bytes)
         self._capacity_bytes = capacity_bytes
         self._is_read_once = is_read_once
         self._on_record = on_record

@@ -14,7 +14,6 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import (
     NoOpTracer,
-    Span,
     SpanKind,
     Status,
     StatusCode,
@@ -23,12 +22,11 @@ from opentelemetry.trace import (
     get_tracer_provider,
     set_span_in_context,
 )
+from opentelemetry.trace import Span as Span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kv_events.errors import InvalidValueError
 from kv_events.records import Headers
-
-__all__ = ["Span", "Spans"]
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from bridge.stream.engine_stream import EngineStream
 from bridge.stream.messages import Inbox
 from bridge.stream.rank_streams import RankStreams
 from bridge.stream.subscriber import ConnectionState
-from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay
+from kv_events.engine_wire import FrameError, Payload, parse_replay
 from kv_events.log.memory import MemoryLog
 from publisher.sinks.memory import MemorySink
 from publisher.sinks.zmq_socket import KeptBatches, ReplaySocket
@@ -31,12 +31,14 @@ from tests.support.waiting import async_wait_until
 class _ScriptedReplay:
     """A stand-in for a replay socket, because a real one needs a millisecond for each answer."""
 
-    def __init__(self, messages: list[ReplayMessage]) -> None:
+    def __init__(self, messages: list[tuple[int, bytes]]) -> None:
         self._messages = messages
 
-    async def batches(self, start: int, deadline: float, live: object = None) -> AsyncGenerator[ReplayMessage, None]:
+    async def batches(
+        self, start: int, deadline: float, live: object = None
+    ) -> AsyncGenerator[tuple[int, Payload], None]:
         for message in self._messages:
-            if message.is_end:
+            if message[0] < 0:  # stands for the end
                 return
             yield message
 
@@ -84,16 +86,14 @@ class ReplayTarget:
         asyncio.run(self._run(_frames(data)))
 
     async def _run(self, frames: list[bytes]) -> None:
-        messages = [
-            ReplayMessage(int.from_bytes(frame[:1], "big", signed=True), frame[1:]) for frame in frames if frame
-        ]
+        messages = [(int.from_bytes(frame[:1], "big", signed=True), frame[1:]) for frame in frames if frame]
         replay: Any = _ScriptedReplay(messages[len(messages) // 2 :])
         registry = small_registry()
         ranks = RankStreams(STREAM, EngineDefaults(block_size=4), registry, BridgeCounters())
         engine_stream = EngineStream(ranks, registry.threads, BridgeCounters(), replay)
         await engine_stream.open()
-        for message in messages[: len(messages) // 2]:
-            await engine_stream.take_live(Messages.of([(abs(message.seq), message.payload)]))
+        for seq, content in messages[: len(messages) // 2]:
+            await engine_stream.take_live(Messages.of([(abs(seq), content)]))
         await engine_stream.ranks.close(0.0, clear=True)
         registry.threads.close()
 

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kv_events.codec import RemovedPages, StoredPages, batch_time, decode_batch, decode_resync, encode_resync
+from kv_events.codec import RemovedPages, StoredPages, batch_head, decode_batch, decode_resync, encode_resync
 from kv_events.decisions import VERSION, Candidate, Decision, DecisionRecord, Outcome, decode_decision, encode_decision
 from kv_events.errors import InvalidValueError, RecordRejectedError
 from kv_events.limits import MAX_CANDIDATES, MAX_PAGES_PER_DECISION, MAX_RECORD_BYTES
@@ -129,8 +129,10 @@ def test_media_are_their_strings() -> None:
 
 
 def test_the_time_of_a_batch_is_read_without_its_events() -> None:
-    assert batch_time(Stream("w").batch(stored((0, [1])), now=5.5).payload) == 5.5
-    assert batch_time(b"\xc1") is None
+    head = batch_head(Stream("w").batch(stored((0, [1])), now=5.5).payload)
+    assert head is not None
+    assert head.timestamp == 5.5
+    assert batch_head(b"\xc1") is None
 
 
 def test_a_resync_request_survives_a_round_trip() -> None:

@@ -15,7 +15,7 @@ from kv_events.streams import StreamId
 from publisher.event_columns import medium_index, removed_words
 from publisher.kernels.changes import CLEARED, REMOVAL, PageChanges
 from publisher.kernels.events import PageEvents
-from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens, pack
+from publisher.packing import EVENT_BYTES, PageTokens, num_fitting, pack
 from tests.models.stream_reader import StreamReader
 from tests.rigs.publisher import make_publisher, stored
 
@@ -123,7 +123,7 @@ def test_changes_lead_where_they_would_lead_one_by_one(rows: list[tuple[int, int
 def test_a_batch_never_has_more_events_than_were_reckoned(rows: list[tuple[int, int]]) -> None:
     some = changes(*[(kind, page, 0) for kind, page in rows])
     for max_bytes in (200, 400, 800):
-        fitting = some.part(0, BatchLimits(1000, max_bytes).fitting(some))
+        fitting = some.part(0, num_fitting(some, max_bytes))
         assert len(fitting.kinds) == 1 or len(pack(fitting)) * EVENT_BYTES <= max_bytes
 
 
@@ -163,7 +163,7 @@ def test_ordinary_chains_keep_the_wire_budget(num_pages: int) -> None:
 def test_a_batch_is_cut_by_bytes_and_never_larger() -> None:
     rows = changes(*[(i // 5 % 3, i + 1, 10**18) for i in range(1000)])
     for max_bytes in (1, 500, 5000, 50_000):
-        count = BatchLimits(pages=1000, bytes=max_bytes).fitting(rows)
+        count = num_fitting(rows, max_bytes)
         assert 1 <= count <= 1000
         assert count == 1 or sum(map(len, pack(rows.part(0, count)))) <= max_bytes
         assert count == 1000 or max_bytes < 100 or count * 25 > (max_bytes - 2 * EVENT_BYTES) / 3
@@ -171,5 +171,5 @@ def test_a_batch_is_cut_by_bytes_and_never_larger() -> None:
 
 def test_a_batch_has_never_more_events_than_a_reader_takes() -> None:
     rows = changes(*[(i % 2 * REMOVAL, 1, 0) for i in range(2 * MAX_EVENTS_PER_BATCH)])
-    count = BatchLimits(pages=10**6, bytes=10**6).fitting(rows)
+    count = num_fitting(rows, 10**6)
     assert len(pack(rows.part(0, count))) == MAX_EVENTS_PER_BATCH - 2

@@ -13,7 +13,7 @@ from api.problems import ProblemError
 from api.view_source import stream_pages
 from api.workers.routes import _radix_view
 from indexer.slices import run_at_once
-from kv_events.http.worker_records import WorkerRecord
+from kv_events.http.workers import WorkerRecord
 from kv_events.kernels.prefix_order import prefix_order
 from kv_events.schema import ResyncRequest
 from tests.support.http_checks import check_problem
