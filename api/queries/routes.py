@@ -17,7 +17,7 @@ from api.access.rate_limits import OF_REQUEST, TenantRates
 from api.problems import ProblemError, ProblemKind
 from api.queries.answers import MISSING_HEADER, Answerer
 from api.queries.body_formats import decode_as, decode_query_batch, format_of
-from api.queries.large_bodies import JSON, MSGPACK, Body, BodyFormat, Data, LargeBodies
+from api.queries.large_bodies import JSON, Body, BodyFormat, Data, LargeBodies
 from api.queries.parsing import BY_ANY, BY_HASH, BY_TOKENS, decode_question
 from api.queries.text import TokensOf, has_text, without_text
 from indexer.slices import Slices
@@ -69,9 +69,9 @@ class QueryRoutes:
         tokens_of = self._tokens_of if fields is BY_TOKENS else None
         if tokens_of is not None and await self._in_thread(body, has_text, body, body_format):
             given = await self._in_thread(body, decode_as, dict, body, body_format)
-            question, _ = await self._admitted(without_text(given), MSGPACK, fields)  # before an engine is asked
+            asked = await self._admitted(without_text(given, body_format), body_format, fields)  # before the engine
             rendered = await tokens_of(given)
-            asked = replace(question, media=rendered.media), rendered.token_ids
+            asked = replace(asked[0], media=rendered.media), rendered.token_ids
         else:
             asked = await self._admitted(body, body_format, fields)
         (answer,), missing = await self._answerer.answer([asked])

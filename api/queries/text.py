@@ -3,8 +3,6 @@
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
-import msgspec
-
 from api.prompts.bodies import ROUTES
 from api.prompts.rendered import Rendered
 from api.queries.large_bodies import MAX_FIELDS, NUMBERS, Body, BodyFormat
@@ -25,11 +23,11 @@ def has_text(body: Body, form: BodyFormat) -> bool:
     return not names.isdisjoint(ROUTES) and names.isdisjoint(NUMBERS)
 
 
-def without_text(given: Mapping[Any, Any]) -> bytes:
-    """Return the same query about no tokens, as msgpack. Without `block_size` it is in Dynamo's dialect."""
+def without_text(given: Mapping[Any, Any], form: BodyFormat) -> bytes:
+    """Return the same query about no tokens. Without `block_size` it is in Dynamo's dialect."""
     is_peer = "model_name" in given or "block_size" not in given
     fields = (PeerQuery if is_peer else RfcQuery).__struct_fields__
     query = {name: given[name] for name in fields if name in given}
-    if is_peer:
-        query["model_name"] = given.get("model_name", given.get("model"))
-    return msgspec.msgpack.encode({**query, "token_ids": b""})
+    if is_peer and "model" in given:
+        query.setdefault("model_name", given["model"])
+    return form.encode({**query, "token_ids": []})

@@ -185,7 +185,7 @@ async def test_nobody_listening_is_a_reason() -> None:
         ({**CHAT, **PROMPT}, "messages and prompt"),
         ({"messages": CHAT["messages"]}, "model"),
         ({"model": "m", "messages": "hello"}, "messages"),
-        ({"model": "m", "messages": ["hello"]}, "messages"),
+        ({"model": "m", "messages": [{}, "hello"]}, "messages[1]"),
         ({"model": "m", "prompt": ["a", "b"]}, "len(prompt)"),
         ({"model": "m", "prompt": [1, -1]}, "prompt"),
         ({"model": "m", "prompt": [1, 2**32]}, "prompt"),
@@ -279,6 +279,20 @@ async def test_media_are_part_of_the_pages(serving: Serving) -> None:
 
 def name_hash(name: str) -> int:
     return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(name))
+
+
+async def test_values_of_any_type_and_size_get_an_answer(serving: Serving) -> None:
+    large, message = 10**30, CHAT["messages"][0]
+    engine = FakeEngine({CHATS: rendered(*TOKENS)})
+    async with rendering(engine), serving(tokenize_url=engine.url, tokenize_timeout_s=20) as (client, fed):
+        await fed.hold(Stream("one"), TOKENS)
+        for odd in ({"content": [{"type": {}}]}, {"content": [{"type": [1]}]}, {"number": large}):
+            for path in ("/query", "/select"):
+                answer = await client.post(path, json={**CHAT, "messages": [message | odd]})
+                assert answer.status_code == 200, answer.text
+        for path, field in (("/query", "model_name"), ("/select", "model_name"), ("/select", "session_id")):
+            check_problem(await client.post(path, json={**CHAT, field: large}), 422, field=field)
+        assert "missing" in check_problem(await client.post("/query", json={"prompt": "a"}), 422)["detail"]
 
 
 async def test_a_query_says_why_its_text_has_no_tokens(serving: Serving, client: httpx.AsyncClient) -> None:
