@@ -3,9 +3,11 @@
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
+from api.problems import ProblemError
 from api.prompts.bodies import ROUTES
 from api.prompts.rendered import Rendered
 from api.queries.large_bodies import MAX_FIELDS, NUMBERS, Body, BodyFormat
+from kv_events.errors import InvalidValueError
 from kv_events.http.queries import PeerQuery, RfcQuery
 
 MAX_TEXT_BYTES = 8 * 2**20
@@ -15,12 +17,13 @@ TokensOf: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Rendered]]
 
 
 def has_text(body: Body, form: BodyFormat) -> bool:
-    """Return whether a query has text and no numbers, and is small enough for it."""
-    if len(body) > MAX_TEXT_BYTES:
-        return False
+    """Return whether a query has text and no numbers. Raises ProblemError (422) if it is too large for text."""
     data = memoryview(body)
     names = {form.name(data[begin:end]) for begin, end, *_ in form.parts(data, MAX_FIELDS, is_object=True) or ()}
-    return not names.isdisjoint(ROUTES) and names.isdisjoint(NUMBERS)
+    found = not names.isdisjoint(ROUTES) and names.isdisjoint(NUMBERS)
+    if found and len(body) > MAX_TEXT_BYTES:
+        raise ProblemError.of_value(InvalidValueError("len(body)", len(body), f"at most {MAX_TEXT_BYTES} with text"))
+    return found
 
 
 def without_text(given: Mapping[Any, Any], form: BodyFormat) -> bytes:

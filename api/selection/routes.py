@@ -191,6 +191,8 @@ class SelectionRoutes:
             self._tenants.admit(question_of(request, "token_ids"))
 
     def _weighed(self, namespace: Namespace, found: Found) -> Weighed:
+        if found.degraded:
+            raise _unavailable(found.degraded)
         try:
             return self._selector.weigh(namespace, self._served.freshness, found, self._served.now())
         except NoCandidateError as error:

@@ -309,7 +309,7 @@ async def test_a_query_says_why_its_text_has_no_tokens(serving: Serving, client:
             check_problem(await other.post("/query", content=text, headers={"content-type": "application/json"}), 400)
         assert 'kvsight_texts_total{outcome="failed"} 1.0' in (await other.get("/metrics")).text
         large = {**CHAT, "user": "x" * (8 * 2**20)}
-        check_problem(await other.post("/query", json=large), 422)
+        assert "at most 8388608" in check_problem(await other.post("/query", json=large), 422)["detail"]
 
 
 def without_ages(answer: Any) -> Any:

@@ -25,6 +25,7 @@ from selection.roster import Found, Report, Rosters
 from selection.settings import SelectionSettings
 from tests.api.prompts.test_renderer import CHATS, FakeEngine, rendered, rendering
 from tests.rigs.api import asking, served
+from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 
@@ -226,6 +227,8 @@ async def test_text_is_placed_like_its_tokens_and_by_load_if_the_engine_is_away(
             assert "status 500" in degraded["degraded"]
             assert (degraded["worker_id"], degraded["isl_tokens"]) == ("w1", 0)  # the worker of its first messages
             assert (await client.post("/select", json={"model": "m", "messages": 5})).status_code == 422
+            for path in ("/potential_loads", "/overlap_scores"):
+                assert "status 500" in check_problem(await client.post(path, json=longer), 503)["detail"]
 
 
 async def test_a_long_name_is_refused_before_anything_is_booked() -> None:
