@@ -63,6 +63,8 @@ def test_a_stream_is_passed_on_as_it_is_and_other_paths_reach_an_engine(fleet: R
         assert "".join(part[0]["delta"]["content"] for part in parts if part) == "yes"
         assert route.get("/v1/models").json()["data"][0]["id"] == "m"
         assert route.get("/unknown").status_code == 404
+        with httpx.Client(proxy=route.url, verify=WITHOUT_TLS) as absolute:
+            assert absolute.get("http://elsewhere/v1/models").json()["data"][0]["id"] == "m"
         fleet.wait_for_release()
 
 
