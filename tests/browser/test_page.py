@@ -186,6 +186,18 @@ async def test_cells_of_the_map_stay_under_their_workers_while_somebody_reads(br
         assert [row["parts"] for row in shown["rows"] if row["isGone"]] == [0]
 
 
+async def test_columns_of_the_map_do_not_show_the_port_that_all_workers_have(browser: Browser) -> None:
+    async with hand_fed(browser) as (page, fed):
+        for name in ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.1.2:8000"):
+            await fed.hold(Stream(name), TOKENS)
+        await page.goto("/")
+        await page.locator("#residency").scroll_into_view_if_needed()
+        heads = page.locator("#residency thead bdi")
+        await expect(heads).to_have_text(["10.0.0.1", "10.0.0.2", "10.0.1.2"])
+        await fed.hold(Stream("10.0.0.3:8001"), TOKENS)
+        await expect(heads).to_have_text(["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8001", "10.0.1.2:8000"])
+
+
 async def test_a_service_that_hangs_is_not_green(browser: Browser) -> None:
     async with hand_fed(browser) as (page, fed):
         await fed.hold(Stream("one"), TOKENS)
