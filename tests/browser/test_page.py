@@ -22,6 +22,13 @@ OVERLAP = """
 row => row.querySelector('.prefix').getBoundingClientRect().right - row.querySelector('td').getBoundingClientRect().left
 """
 
+BESIDE = """
+labels => labels.map(each => {
+  const [label, figure] = [each, each.nextElementSibling.nextElementSibling].map(one => one.getBoundingClientRect());
+  return label.top < figure.bottom && figure.top < label.bottom && label.right <= figure.left;
+})
+"""
+
 
 async def test_the_page_opens_while_somebody_holds_all_connections(browser: Browser) -> None:
     async with hand_fed(browser, max_connections=100) as (page, fed), AsyncExitStack() as held:
@@ -53,6 +60,9 @@ async def test_the_page_shows_every_worker_of_a_fleet_and_what_it_holds(browser:
         assert f"{residency['rows'][0]['pages']:,} page" in await row.inner_text()
         await page.locator("#decisions").scroll_into_view_if_needed()
         await shows(page, "#decisions", "60 requests in the last hour, 60 with an outcome")
+        await page.set_viewport_size({"width": 360, "height": 900})
+        assert await page.locator(".funnel dt").evaluate_all(BESIDE) == [True] * 4
+        await page.set_viewport_size({"width": 1280, "height": 900})
         await page.keyboard.press("Control+Home")
         await page.locator("#workers tbody tr .name").first.focus()
         await page.keyboard.press("Enter")
