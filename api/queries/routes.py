@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
@@ -10,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -28,10 +30,11 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 Handler = Callable[[Body, BodyFormat], Awaitable[Response]]
+_REQUEST: ContextVar[Request] = ContextVar("request")  # of the route that runs
 
 
 class ClientDisconnectedError(Exception):
-    """The caller disconnected before the whole body arrived."""
+    """The caller disconnected before its answer."""
 
 
 class QueryRoutes:
@@ -134,12 +137,19 @@ class RawEndpoint:
         try:
             body_format = format_of(headers.get("content-type"))
             body = await read_body(receive, headers.get("content-length"), self._max_body_bytes)
+            _REQUEST.set(Request(scope, receive))
             response = await self._handler(body, body_format)
         except ProblemError as problem:
             response = problem.response()
         except ClientDisconnectedError:
             return
         await response(scope, receive, send)
+
+
+async def check_connected() -> None:
+    """Raise ClientDisconnectedError if nobody waits for the answer of the route that runs."""
+    if await _REQUEST.get().is_disconnected():
+        raise ClientDisconnectedError
 
 
 def json_response(answer: Any, status: int = HTTPStatus.OK) -> Response:

@@ -19,7 +19,7 @@ from api.fast.writer import AnswerWriter, PromptFound
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import decode_as
 from api.queries.large_bodies import JSON, Body, BodyFormat
-from api.queries.routes import Handler, RawEndpoint, json_response
+from api.queries.routes import Handler, RawEndpoint, check_connected, json_response
 from api.queries.text import has_text
 from api.selection.answers import loads_of, overlaps_of, selection_of
 from api.selection.direct import DirectTable, SelectionPlan, direct_table, session_text
@@ -173,6 +173,7 @@ class SelectionRoutes:
             request, given = await self.reservations.in_thread(body, decoded_text, body, body_format)
             self._admit(request)  # before an engine is asked
             prompt = await rendered_prompt(request, given, self._render)
+            await check_connected()  # nobody would release what is booked
         else:
             request, prompt = await self.reservations.in_thread(body, decoded, SelectRequest, body, body_format)
             self._admit(request)
