@@ -227,6 +227,7 @@ async def test_one_worker_shows_its_batches_as_they_arrive(browser: Browser) -> 
         await page.goto(f"/?{urlencode({'worker': 'one/a b', 'model': 'm'})}")
         await shows(page, "#worker", "Waiting for the next batch.")
         await shows(page, "#worker", "joined")
+        await expect(page.locator("#worker [data-label=Batch]")).to_have_text("0")  # no epoch: scripts would round it
 
         async def is_shown() -> bool:  # the page may not listen yet
             await fed.feed(stream.batch(stored((0, [stream.seq + 1000, stream.seq + 2000]))))
