@@ -221,6 +221,18 @@ async def test_plain_text_is_tokenized_here_if_there_is_a_file(tokenizer_file: P
         assert (await renderer.render(CHAT)).token_ids.tolist() == [7]
 
 
+async def test_a_long_text_that_is_tokenized_here_does_not_stop_the_loop(tokenizer_file: Path) -> None:
+    renderer = PromptRenderer(ApiSettings(tokenizer_file=tokenizer_file, tokenize_timeout_s=60))
+    task = asyncio.create_task(renderer.render({"model": "m", "prompt": "hello the engine of the city. " * 50_000}))
+    began = last = time.monotonic()
+    longest = 0.0
+    while not task.done():
+        await asyncio.sleep(0)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert len(task.result().token_ids) > 300_000
+    assert longest < (last - began) / 2
+
+
 def test_a_file_that_is_no_tokenizer_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "no.json").write_text("{}")
     for name in ("no.json", "missing.json"):
