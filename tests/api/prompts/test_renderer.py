@@ -240,6 +240,13 @@ def test_a_file_that_is_no_tokenizer_stops_the_start(tmp_path: Path) -> None:
             PromptRenderer(ApiSettings(tokenizer_file=tmp_path / name))
 
 
+@pytest.mark.parametrize("url", ["http://", "http://a b", "http://[::1", "http://user:secret@host"])
+def test_an_address_that_is_none_stops_the_start(url: str) -> None:
+    with pytest.raises(InvalidValueError, match="--tokenize-url") as refusal:
+        ApiSettings(tokenize_url=url)
+    assert "secret" not in str(refusal.value)
+
+
 async def test_a_query_with_text_is_answered_like_one_with_its_tokens(serving: Serving) -> None:
     engine = FakeEngine({CHATS: rendered(*TOKENS)})
     async with rendering(engine), serving(tokenize_url=engine.url, tokenize_timeout_s=20) as (client, fed):
