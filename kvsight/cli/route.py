@@ -67,6 +67,8 @@ def route(
             await web.TCPSite(runner, host, port).start()
             err.print(f"kvsight routes on http://{host}:{runner.addresses[0][1]}")
             await stop.wait()
+        except OSError as error:
+            raise OSError(f"cannot listen on {host} port {port}: {error.strerror}") from None
         finally:
             await runner.cleanup()
 
