@@ -9,6 +9,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from api.workers.allowed_addresses import AllowedAddresses
 from kv_events.errors import InvalidValueError
+from kv_events.limits import URL_PATTERN
 from kv_events.runtime.settings import KvsightSettings
 from kv_events.runtime.tls import TlsFiles
 from kv_events.runtime.variables import BYTES, SECONDS, parse_quantity, variable
@@ -130,7 +131,7 @@ class ApiSettings(KvsightSettings):
     @field_validator("tokenize_url")
     @classmethod
     def _address_is_http(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(("http://", "https://")):
+        if url is not None and not re.match(URL_PATTERN, url):
             raise InvalidValueError(variable("tokenize_url"), url, "http://HOST:PORT")
         return url
 

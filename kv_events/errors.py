@@ -1,5 +1,6 @@
 """Root of the error tree. Facts that a caller may act on are attributes, not only part of the message."""
 
+import re
 from collections.abc import Collection, Iterable
 from pathlib import PurePath
 from types import UnionType
@@ -9,6 +10,8 @@ _MAX_ELEMENTS = 16
 """Largest container, in elements, and longest element, in characters, that a message shows."""
 
 _MAX_PATH_CHARACTERS = 4096
+_CREDENTIALS = re.compile(r"(?<=://)\S*@")
+_LONGEST_CREDENTIALS = 1024
 
 
 class KvsightError(Exception):
@@ -65,8 +68,11 @@ def check_positive(**numbers: int) -> None:
 def shorten(value: object, limit: int = 80) -> str:
     """Return a short text for a value in a message, at a bounded cost.
 
-    Text is cut at `limit` characters; a path is shown whole. A large or nested container is shown as type and length.
+    Text is cut at `limit` characters, and lacks the user and password of an address; a path is shown whole. A large or
+    nested container is shown as type and length.
     """
+    if isinstance(value, str) and "://" in value[:_LONGEST_CREDENTIALS]:
+        value = _CREDENTIALS.sub("...@", value[:_LONGEST_CREDENTIALS]) + value[_LONGEST_CREDENTIALS:]
     if isinstance(value, PurePath):
         return shorten(str(value), _MAX_PATH_CHARACTERS)
     if isinstance(value, str | bytes | bytearray) and len(value) > limit:

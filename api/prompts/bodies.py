@@ -51,7 +51,7 @@ def engine_body(body: Mapping[str, Any]) -> EngineBody:
     found = [field for field in ROUTES if body.get(field) is not None]
     if len(found) != 1:
         names = " and ".join(found) or "messages, prompt or input"
-        raise ProblemError.of_value(InvalidValueError(names, f"{len(found)} of them", "one"))
+        raise ProblemError.of_value(InvalidValueError(names, len(found), "one of them"))
     model, (field,) = body.get("model", body.get("model_name")), found
     if not isinstance(model, str):
         raise ProblemError.of_value(InvalidValueError("model", model, "the name of a model"))
@@ -60,9 +60,11 @@ def engine_body(body: Mapping[str, Any]) -> EngineBody:
         raise ProblemError.of_value(InvalidValueError("len(prompt)", len(prompt), "one prompt"))
     is_plain = isinstance(prompt, str) and field == "prompt"
     if field == "messages":
-        if not isinstance(prompt, list) or not all(isinstance(each, dict) for each in prompt):
+        if not isinstance(prompt, list):
             raise ProblemError.of_value(InvalidValueError(field, prompt, "a list of messages"))
-        kinds = {part.get("type") for each in prompt for part in _objects(each.get("content"))}
+        if wrong := [number for number, each in enumerate(prompt) if not isinstance(each, dict)]:
+            raise ProblemError.of_value(InvalidValueError(f"{field}[{wrong[0]}]", prompt[wrong[0]], "a message"))
+        kinds = {str(part.get("type")) for each in prompt for part in _objects(each.get("content"))}
         is_plain = kinds <= {"text"}  # /tokenize does not say where the tokens of media are
         tools = _objects(body.get("tools"))
         if _OF_ANTHROPIC & body.keys() or _BLOCKS & kinds or any("input_schema" in tool for tool in tools):

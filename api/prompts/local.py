@@ -38,9 +38,9 @@ class LocalTokenizer:
 
         Raises NoAnswerError if the tokenizer has none for a part of it.
         """
-        encode = partial(self._tokenizer.encode, add_special_tokens=is_special)
+        encode = partial(self._tokenizer.encode_batch_fast, add_special_tokens=is_special)  # `encode` holds the GIL
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self._threads, encode, text)
+            (found,) = await asyncio.get_running_loop().run_in_executor(self._threads, encode, [text])
         except Exception as error:  # noqa: BLE001  (see above)
             raise NoAnswerError(str(error)) from None
         return Rendered(np.array(found.ids, np.uint32))

@@ -163,7 +163,7 @@ class PromptRenderer:
         try:
             async with asyncio.timeout(deadline_s), self._turns:
                 if self._local is not None and isinstance(prompt, str) and asked.can_be_tokenized:
-                    found = await self._local.render(prompt, is_special=body.get("add_special_tokens", True))
+                    found = await self._local.render(prompt, is_special=body.get("add_special_tokens") is not False)
                 else:
                     found = await self._engine.render(asked, deadline_s)
         except (TimeoutError, NoAnswerError) as error:

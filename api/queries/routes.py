@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
@@ -18,7 +19,6 @@ from api.problems import ProblemError, ProblemKind
 from api.queries.answers import MISSING_HEADER, Answerer
 from api.queries.body_formats import (
     JSON,
-    MSGPACK,
     Body,
     BodyFormat,
     Data,
@@ -37,6 +37,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 Handler = Callable[[Body, BodyFormat], Awaitable[Response]]
+_REQUEST: ContextVar[Request] = ContextVar("request")  # of the route that runs
 
 
 class QueryRoutes:
@@ -74,9 +75,9 @@ class QueryRoutes:
         tokens_of = self._tokens_of if fields is BY_TOKENS else None
         if tokens_of is not None and await self._in_thread(body, has_text, body, body_format):
             given = await self._in_thread(body, decode_as, dict, body, body_format)
-            question, _ = await self._admitted(without_text(given), MSGPACK, fields)  # before an engine is asked
+            asked = await self._admitted(without_text(given, body_format), body_format, fields)  # before the engine
             rendered = await tokens_of(given)
-            asked = replace(question, media=rendered.media), rendered.token_ids
+            asked = replace(asked[0], media=rendered.media), rendered.token_ids
         else:
             asked = await self._admitted(body, body_format, fields)
         (answer,), missing = await self._answerer.answer([asked])
@@ -138,12 +139,20 @@ class RawEndpoint:
         request = Request(scope, receive)
         try:
             body_format = format_of(request.headers.get("content-type"))
-            response = await self._handler(await read_body(request, self._max_body_bytes), body_format)
+            body = await read_body(request, self._max_body_bytes)
+            _REQUEST.set(request)
+            response = await self._handler(body, body_format)
         except ProblemError as problem:
             response = problem.response()
         except ClientDisconnect:
             return
         await response(scope, receive, send)
+
+
+async def check_connected() -> None:
+    """Raise ClientDisconnect if nobody waits for the answer of the route that runs."""
+    if await _REQUEST.get().is_disconnected():
+        raise ClientDisconnect
 
 
 def json_response(answer: Any, status: int = HTTPStatus.OK) -> Response:

@@ -8,13 +8,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
-import msgspec
 import numpy as np
 from msgspec import UNSET
 
 from api.problems import ProblemError, ProblemKind
 from api.prompts.bodies import Rendered
-from api.queries.body_formats import MSGPACK, Body, BodyFormat, decode_as, slimmed
+from api.queries.body_formats import Body, BodyFormat, decode_as, slimmed
 from api.queries.parsing import long_numbers, numbers_of
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array
@@ -56,8 +55,8 @@ def decoded_text(body: Body, body_format: BodyFormat) -> tuple[SelectRequest, Ma
     given: dict[str, Any] = decode_as(dict, body, body_format)
     fields = {name: given[name] for name in SelectRequest.__struct_fields__ if name in given and name not in _FIELDS}
     fields.setdefault("model_name", given.get("model", "default"))
-    fields.setdefault("session_id", _session_of(given))
-    return decode_as(SelectRequest, msgspec.msgpack.encode(fields), MSGPACK), given
+    fields.setdefault("session_id", _session_of(given, body_format))
+    return decode_as(SelectRequest, body_format.encode(fields), body_format), given
 
 
 async def rendered_prompt(request: SelectRequest, given: Mapping[str, Any], render: Render) -> Prompt:
@@ -67,12 +66,12 @@ async def rendered_prompt(request: SelectRequest, given: Mapping[str, Any], rend
     return Prompt(question, rendered.token_ids, None, None, rendered.degraded)
 
 
-def _session_of(given: Mapping[str, Any]) -> str | None:
+def _session_of(given: Mapping[str, Any], body_format: BodyFormat) -> str | None:
     """Return a key of the conversation that a chat goes on with: its first messages."""
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         return None
-    first = msgspec.msgpack.encode([given.get("system"), messages[:_FIRST_MESSAGES]])
+    first = body_format.encode([given.get("system"), messages[:_FIRST_MESSAGES]])
     return hashlib.blake2b(first, digest_size=16).hexdigest()
 
 

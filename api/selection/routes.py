@@ -18,7 +18,7 @@ from api.fast.templates import TemplateCache
 from api.fast.writer import AnswerWriter, PromptFound
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import JSON, Body, BodyFormat, decode_as
-from api.queries.routes import Handler, RawEndpoint, json_response
+from api.queries.routes import Handler, RawEndpoint, check_connected, json_response
 from api.queries.text import has_text
 from api.selection.answers import loads_of, overlaps_of, selection_of
 from api.selection.direct import DirectTable, SelectionPlan, direct_table, session_text
@@ -172,6 +172,7 @@ class SelectionRoutes:
             request, given = await self.reservations.in_thread(body, decoded_text, body, body_format)
             self._admit(request)  # before an engine is asked
             prompt = await rendered_prompt(request, given, self._render)
+            await check_connected()  # nobody would release what is booked
         else:
             request, prompt = await self.reservations.in_thread(body, decoded, SelectRequest, body, body_format)
             self._admit(request)
@@ -190,6 +191,8 @@ class SelectionRoutes:
             self._tenants.admit(question_of(request, "token_ids"))
 
     def _weighed(self, namespace: Namespace, found: Found) -> Weighed:
+        if found.degraded:
+            raise _unavailable(found.degraded)
         try:
             return self._selector.weigh(namespace, self._served.freshness, found, self._served.now())
         except NoCandidateError as error:

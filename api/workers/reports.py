@@ -136,8 +136,8 @@ class Reports:
             if view is not None and used_tokens is not None and not self._shares(stream):
                 pages = -(-used_tokens // view.block_size)
             self._reports[stream] = Report(at, requests, pages)
-        if room is None or requests is None or used_tokens is None:
-            raise ValueError(f"room for {room} tokens, {requests} requests, which use {used_tokens} tokens")
+        if missing := [name for name, value in said._asdict().items() if value is None]:
+            raise ValueError(f"they do not tell {', '.join(missing)}")
 
 
 def metrics_of(text: bytes, dp_ranks: Iterable[int]) -> list[EngineMetrics]:

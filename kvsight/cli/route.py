@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from kv_events.errors import InvalidValueError
 from kv_events.http.service import DEFAULT_URL
+from kv_events.limits import URL_PATTERN
 from kvsight.cli.shared.console import UsageError, err
 from kvsight.cli.shared.flags import LOG_LINES, ApiToken, Url, with_flags
 from kvsight.cli.shared.process import stop_signals
@@ -46,7 +48,7 @@ def route(
     workers = {}
     for text in worker or []:
         name, _, workers[name] = text.partition("=")
-        if not name or not workers[name].startswith(("http://", "https://")):
+        if not name or not re.match(URL_PATTERN, workers[name]):
             raise InvalidValueError("--worker", text, "NAME=http://HOST:PORT")
 
     async def serve() -> None:
@@ -64,6 +66,8 @@ def route(
             await web.TCPSite(runner, host, port).start()
             err.print(f"kvsight routes on http://{host}:{runner.addresses[0][1]}")
             await stop.wait()
+        except OSError as error:
+            raise OSError(f"cannot listen on {host} port {port}: {error.strerror}") from None
         finally:
             await runner.cleanup()
 

@@ -207,7 +207,7 @@ class RouteProxy:
         given = [(name, value) for name, value in request.headers.items() if not _OURS.fullmatch(name)]
         return await self._http.request(
             request.method,
-            f"{way.url}{request.raw_path}",
+            f"{way.url}{request.rel_url.raw_path_qs}",  # also of an absolute address
             headers=[*given, *way.headers.items()],
             data=content or None,
             allow_redirects=False,

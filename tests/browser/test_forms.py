@@ -158,6 +158,8 @@ async def test_the_page_asks_for_the_token_and_keeps_it_in_the_tab(browser: Brow
         await page.goto("/")
         await give_token(page, "wrong")
         await shows(page, "#token [role=alert]", "does not know this token")
+        await give_token(page, "s3cret\N{RIGHT SINGLE QUOTATION MARK}")  # no header can carry it
+        assert await page.locator("#token-field:invalid").count() == 1
         await give_token(page, "s3cret")
         await shows(page, "#verdict", "1 of 1 workers live")
         await page.reload()

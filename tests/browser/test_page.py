@@ -22,6 +22,17 @@ OVERLAP = """
 row => row.querySelector('.prefix').getBoundingClientRect().right - row.querySelector('td').getBoundingClientRect().left
 """
 
+BESIDE = """
+labels => labels.map(each => {
+  const [label, figure] = [each, each.nextElementSibling.nextElementSibling].map(one => one.getBoundingClientRect());
+  return label.top < figure.bottom && figure.top < label.bottom && label.right <= figure.left;
+})
+"""
+
+ENDS_SHOWN = """
+names => names.map(each => each.firstChild.getBoundingClientRect().right <= each.getBoundingClientRect().right + 1)
+"""
+
 
 async def test_the_page_opens_while_somebody_holds_all_connections(browser: Browser) -> None:
     async with hand_fed(browser, max_connections=100) as (page, fed), AsyncExitStack() as held:
@@ -53,6 +64,9 @@ async def test_the_page_shows_every_worker_of_a_fleet_and_what_it_holds(browser:
         assert f"{residency['rows'][0]['pages']:,} page" in await row.inner_text()
         await page.locator("#decisions").scroll_into_view_if_needed()
         await shows(page, "#decisions", "60 requests in the last hour, 60 with an outcome")
+        await page.set_viewport_size({"width": 360, "height": 900})
+        assert await page.locator(".funnel dt").evaluate_all(BESIDE) == [True] * 4
+        await page.set_viewport_size({"width": 1280, "height": 900})
         await page.keyboard.press("Control+Home")
         await page.locator("#workers tbody tr .name").first.focus()
         await page.keyboard.press("Enter")
@@ -142,6 +156,7 @@ async def test_a_large_fleet_is_a_sorted_grid_after_its_totals(browser: Browser)
         assert await tiles.count() == 31
         heights = await tiles.locator(".name").evaluate_all("names => names.map((name) => name.clientHeight)")
         assert max(heights) < 30  # one line each
+        assert all(await tiles.locator(".name").evaluate_all(ENDS_SHOWN))
         await page.locator("#workers select").select_option("most pages first")
         await expect(tiles.locator(".name").first).to_have_text(name.replace("-30.", "-7."))
         assert "order=held" in page.url
@@ -186,6 +201,18 @@ async def test_cells_of_the_map_stay_under_their_workers_while_somebody_reads(br
         assert [row["parts"] for row in shown["rows"] if row["isGone"]] == [0]
 
 
+async def test_columns_of_the_map_do_not_show_the_port_that_all_workers_have(browser: Browser) -> None:
+    async with hand_fed(browser) as (page, fed):
+        for name in ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.1.2:8000"):
+            await fed.hold(Stream(name), TOKENS)
+        await page.goto("/")
+        await page.locator("#residency").scroll_into_view_if_needed()
+        heads = page.locator("#residency thead bdi")
+        await expect(heads).to_have_text(["10.0.0.1", "10.0.0.2", "10.0.1.2"])
+        await fed.hold(Stream("10.0.0.3:8001"), TOKENS)
+        await expect(heads).to_have_text(["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8001", "10.0.1.2:8000"])
+
+
 async def test_a_service_that_hangs_is_not_green(browser: Browser) -> None:
     async with hand_fed(browser) as (page, fed):
         await fed.hold(Stream("one"), TOKENS)
@@ -205,6 +232,7 @@ async def test_one_worker_shows_its_batches_as_they_arrive(browser: Browser) -> 
         await page.goto(f"/?{urlencode({'worker': 'one/a b', 'model': 'm'})}")
         await shows(page, "#worker", "Waiting for the next batch.")
         await shows(page, "#worker", "joined")
+        await expect(page.locator("#worker [data-label=Batch]")).to_have_text("0")  # no epoch: scripts would round it
 
         async def is_shown() -> bool:  # the page may not listen yet
             await fed.feed(stream.batch(stored((0, [stream.seq + 1000, stream.seq + 2000]))))

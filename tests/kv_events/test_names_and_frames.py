@@ -146,6 +146,11 @@ def test_a_small_value_is_shown_as_it_is(value: object) -> None:
     assert shorten(value) == repr(value)
 
 
+def test_the_credentials_of_an_address_are_not_shown() -> None:
+    assert shorten("http://user:p@ss/w@host:1/a") == "'http://...@host:1/a'"
+    assert "secret" not in shorten("http://user:" + "secret" * 99 + "@host", 100)
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [

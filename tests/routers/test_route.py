@@ -63,6 +63,8 @@ def test_a_stream_is_passed_on_as_it_is_and_other_paths_reach_an_engine(fleet: R
         assert "".join(part[0]["delta"]["content"] for part in parts if part) == "yes"
         assert route.get("/v1/models").json()["data"][0]["id"] == "m"
         assert route.get("/unknown").status_code == 404
+        with httpx.Client(proxy=route.url, verify=WITHOUT_TLS) as absolute:
+            assert absolute.get("http://elsewhere/v1/models").json()["data"][0]["id"] == "m"
         fleet.wait_for_release()
 
 
@@ -91,4 +93,9 @@ def test_without_any_worker_it_says_so() -> None:
     with Route("--url", DEAD_URL) as route:
         assert (route.chat().status_code, route.get("/health").status_code) == (503, 503)
         assert "no worker is known" in route.chat().json()["error"]["message"]
-    assert "--worker" in kvsight("route", "--worker", "e0").stderr
+    refusal = kvsight("route", "--host", "no.invalid", "--port", 0).stderr
+    assert "cannot listen on no.invalid port 0: " in refusal
+    for worker in ("e0", "e0=http://", "e0=http://user:secret@127.0.0.1:9"):
+        refusal = kvsight("route", "--worker", worker).stderr
+        assert "--worker" in refusal
+        assert "secret" not in refusal

@@ -20,6 +20,12 @@ function whyEmpty(found) {
   return isPast ? "No worker held a page of this model at this moment." : "No worker holds a page of this model yet. Send requests to its engines.";
 }
 
+/** ["10.0.0.1:8000", "10.0.0.2:8000"] -> ":8000", which would fill the narrow columns. */
+function sharedEnd(names) {
+  const ends = names.length > 1 ? [...names[0].matchAll(/:|\.(?=[a-z])/gi)].map(({ index }) => names[0].slice(index)) : [];
+  return ends.find((end) => names.every((name) => name.endsWith(end) && name !== end)) ?? "";
+}
+
 export class ResidencyMap {
   #count = h("p");
   #choice = h("select", { "aria-label": "Model" });
@@ -80,12 +86,12 @@ export class ResidencyMap {
     this.#columns = columns;
     this.#table.style.setProperty("--columns", found.columns.length);
     const ranks = new Set(found.columns.map((column) => column.dp_rank)).size > 1;
+    const names = found.columns.map((column) => (ranks ? `${named(column.worker)} / ${column.dp_rank}` : named(column.worker)));
+    const cut = sharedEnd(names).length;
     place(this.#head, [
       h("th", { scope: "col" }, "Prefix"),
-      ...found.columns.map((column) => {
-        const name = ranks ? `${named(column.worker)} / ${column.dp_rank}` : named(column.worker);
-        return h("th", { scope: "col", title: `${name}: ${column.state}` }, h("bdi", {}, column.state === "live" ? "" : "▲ ", name));
-      }),
+      ...found.columns.map(({ state }, i) => h("th", { scope: "col", title: `${names[i]}: ${state}` },
+        h("bdi", {}, state === "live" ? "" : "▲ ", names[i].slice(0, names[i].length - cut)))),
     ]);
   }
 

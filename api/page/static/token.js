@@ -7,7 +7,8 @@ import { h } from "./dom.js";
 export function askForToken(again, refusal) {
   const section = document.getElementById("token");
   if (!section.hidden) return;
-  const field = h("input", { type: "password", id: "token-field", autocomplete: "current-password", required: true, "aria-describedby": "token-about" });
+  const isSendable = { required: true, maxlength: 4096, pattern: "\\s*[!-~]+\\s*", title: "printable ASCII without spaces" }; // in a header
+  const field = h("input", { type: "password", id: "token-field", autocomplete: "current-password", "aria-describedby": "token-about", ...isSendable });
   const form = h("form", { class: "card pad", onsubmit: (event) => {
     event.preventDefault();
     setToken(field.value.trim());

@@ -71,7 +71,7 @@ export class WorkerView {
         h("div", {}, h("h3", {}, "Timeline"), h("div", { class: "card" }, parts.timeline)),
         h("div", {}, h("h3", {}, "Last batches"), table(["Arrived", "Number", "Stored", "Removed", "Pages after it"], parts.batches))),
       h("h3", {}, "Hottest prefixes"), table(["Prefix", "Pages", "Held here", "By tier", "Holders"], parts.prefixes),
-      h("h3", {}, "Ranks"), table(["Rank", "State", "Heard", "Epoch and batch", "Pages"], parts.ranks));
+      h("h3", {}, "Ranks"), table(["Rank", "State", "Heard", "Batch", "Pages"], parts.ranks));
     if (get("at") === null) this.#follow(chosen);
   }
 
@@ -134,7 +134,7 @@ export class WorkerView {
       const pages = TIERS.map((tier) => rank.pages[tier.medium] ?? 0);
       return h("tr", {}, h("td", { "data-label": "Rank" }, `${rank.dp_rank}${rank.group ? ` (${rank.group})` : ""}`),
         h("td", { "data-label": "State" }, state, h("span", { class: "sub" }, rank.cause || rank.reason)), h("td", { "data-label": "Heard" }, `${duration(rank.age_s)} ago`),
-        h("td", { "data-label": "Epoch and batch" }, `${rank.epoch} / ${count(rank.seq)}`), h("td", { "data-label": "Pages" }, tierWords(pages)));
+        h("td", { "data-label": "Batch" }, count(rank.seq)), h("td", { "data-label": "Pages" }, tierWords(pages)));
     }));
   }
 

@@ -128,7 +128,7 @@ const byName = new Intl.Collator("en", { numeric: true });
 
 /** A worker in a few words, for large fleets. */
 function tile() {
-  const name = h("span", { class: "name" });
+  const name = h("bdi");
   const state = h("span");
   const bar = tierBar();
   const pages = h("span", { class: "sub" });
@@ -138,7 +138,7 @@ function tile() {
     event.preventDefault();
     set(chosen(newest));
     scrollTo(0, 0);
-  } }, h("span", { class: "line" }, name, state), bar, pages);
+  } }, h("span", { class: "line" }, h("span", { class: "name" }, name), state), bar, pages);
   const update = (worker, whole) => {
     newest = worker;
     const room = roomOf(worker);

@@ -185,7 +185,7 @@ async def test_nobody_listening_is_a_reason() -> None:
         ({**CHAT, **PROMPT}, "messages and prompt"),
         ({"messages": CHAT["messages"]}, "model"),
         ({"model": "m", "messages": "hello"}, "messages"),
-        ({"model": "m", "messages": ["hello"]}, "messages"),
+        ({"model": "m", "messages": [{}, "hello"]}, "messages[1]"),
         ({"model": "m", "prompt": ["a", "b"]}, "len(prompt)"),
         ({"model": "m", "prompt": [1, -1]}, "prompt"),
         ({"model": "m", "prompt": [1, 2**32]}, "prompt"),
@@ -221,11 +221,30 @@ async def test_plain_text_is_tokenized_here_if_there_is_a_file(tokenizer_file: P
         assert (await renderer.render(CHAT)).token_ids.tolist() == [7]
 
 
+async def test_a_long_text_that_is_tokenized_here_does_not_stop_the_loop(tokenizer_file: Path) -> None:
+    renderer = PromptRenderer(ApiSettings(tokenizer_file=tokenizer_file, tokenize_timeout_s=60))
+    task = asyncio.create_task(renderer.render({"model": "m", "prompt": "hello the engine of the city. " * 50_000}))
+    began = last = time.monotonic()
+    longest = 0.0
+    while not task.done():
+        await asyncio.sleep(0)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert len(task.result().token_ids) > 300_000
+    assert longest < (last - began) / 2
+
+
 def test_a_file_that_is_no_tokenizer_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "no.json").write_text("{}")
     for name in ("no.json", "missing.json"):
         with pytest.raises(InvalidValueError, match="--tokenizer-file"):
             PromptRenderer(ApiSettings(tokenizer_file=tmp_path / name))
+
+
+@pytest.mark.parametrize("url", ["http://", "http://a b", "http://[::1", "http://user:secret@host"])
+def test_an_address_that_is_none_stops_the_start(url: str) -> None:
+    with pytest.raises(InvalidValueError, match="--tokenize-url") as refusal:
+        ApiSettings(tokenize_url=url)
+    assert "secret" not in str(refusal.value)
 
 
 async def test_a_query_with_text_is_answered_like_one_with_its_tokens(serving: Serving) -> None:
@@ -281,6 +300,21 @@ def name_hash(name: str) -> int:
     return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(name))
 
 
+async def test_values_of_any_type_and_size_get_an_answer(serving: Serving) -> None:
+    large, message = 10**30, dict[str, Any](CHAT["messages"][0])
+    parts: list[dict[str, Any]] = [{"content": [{"type": {}}]}, {"content": [{"type": [1]}]}, {"number": large}]
+    engine = FakeEngine({CHATS: rendered(*TOKENS)})
+    async with rendering(engine), serving(tokenize_url=engine.url, tokenize_timeout_s=20) as (client, fed):
+        await fed.hold(Stream("one"), TOKENS)
+        for odd in parts:
+            for path in ("/query", "/select"):
+                answer = await client.post(path, json={**CHAT, "messages": [message | odd]})
+                assert answer.status_code == 200, answer.text
+        for path, field in (("/query", "model_name"), ("/select", "model_name"), ("/select", "session_id")):
+            check_problem(await client.post(path, json={**CHAT, field: large}), 422, field=field)
+        assert "missing" in check_problem(await client.post("/query", json={"prompt": "a"}), 422)["detail"]
+
+
 async def test_a_query_says_why_its_text_has_no_tokens(serving: Serving, client: httpx.AsyncClient) -> None:
     check_problem(await client.post("/query", json=CHAT), 404)
     engine = FakeEngine({CHATS: (500, {})})
@@ -295,7 +329,7 @@ async def test_a_query_says_why_its_text_has_no_tokens(serving: Serving, client:
             check_problem(await other.post("/query", content=text, headers={"content-type": "application/json"}), 400)
         assert 'kvsight_texts_total{outcome="failed"} 1.0' in (await other.get("/metrics")).text
         large = {**CHAT, "user": "x" * (8 * 2**20)}
-        check_problem(await other.post("/query", json=large), 422)
+        assert "at most 8388608" in check_problem(await other.post("/query", json=large), 422)["detail"]
 
 
 def without_ages(answer: Any) -> Any:

@@ -25,8 +25,10 @@ from selection.roster import Found, Report, Rosters
 from selection.settings import SelectionSettings
 from tests.api.prompts.test_renderer import CHATS, FakeEngine, rendered, rendering
 from tests.rigs.api import asking, served
+from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
+from tests.support.waiting import async_wait_until
 
 BLOCK = 16
 PROMPT = list(range(1, 161))
@@ -217,6 +219,27 @@ async def test_text_is_placed_like_its_tokens_and_by_load_if_the_engine_is_away(
             assert "status 500" in degraded["degraded"]
             assert (degraded["worker_id"], degraded["isl_tokens"]) == ("w1", 0)  # the worker of its first messages
             assert (await client.post("/select", json={"model": "m", "messages": 5})).status_code == 422
+            for path in ("/potential_loads", "/overlap_scores"):
+                assert "status 500" in check_problem(await client.post(path, json=longer), 503)["detail"]
+
+
+async def test_nothing_is_booked_for_a_caller_that_left_while_an_engine_made_its_tokens(fed: HandFed) -> None:
+    engine = FakeEngine({CHATS: rendered(*PROMPT)})
+    async with (
+        rendering(engine),
+        served(fed.consumer, tokenize_url=engine.url, tokenize_timeout_s=60, tokenize_at_once=1) as client,
+    ):
+        await fed.hold(Stream(worker="w0", model="m", block_size=BLOCK), PROMPT)
+        engine.may_answer.clear()
+        chats = [{"model": "m", "messages": [{"role": "user", "content": text}]} for text in "ab"]
+        leaving = asyncio.create_task(client.post("/select_and_reserve", json=chats[0]))
+        await async_wait_until(lambda: engine.num_waiting == 1, what="the engine to be asked")
+        leaving.cancel()
+        staying = asyncio.create_task(client.post("/select_and_reserve", json=chats[1]))  # waits for its turn
+        await client.get("/health")
+        engine.may_answer.set()
+        assert (await staying).is_success
+        assert (await loads(client))["w0"][0] == 1
 
 
 async def test_a_long_name_is_refused_before_anything_is_booked() -> None:

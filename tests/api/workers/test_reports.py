@@ -152,6 +152,15 @@ async def test_no_address_is_asked_that_is_not_allowed(
         assert not http.requests
 
 
+async def test_the_log_says_what_an_engine_does_not_tell(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = time.monotonic  # as above
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 60)
+    async with scripted(*[Reply(body=b"vllm:num_requests_running 1\nvllm:num_requests_waiting 1\n")] * 600) as http:
+        await follow(f"{http.url}/metrics", "*", lambda _: "they do not tell room, used_tokens" in caplog.text)
+
+
 async def test_reports_of_ranks_that_share_an_address_cost_one_request(fed: HandFed) -> None:
     ranks = [StreamId("m", "default", "w", rank) for rank in (0, 1)]
     async with scripted(*[Reply(body=VLLM.encode())] * 600) as http:
