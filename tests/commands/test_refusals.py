@@ -21,6 +21,11 @@ LIVE = "LOG --diff LOG"
 OPTIONS = [
     ("serve --port 99999", "--port: got 99999, expected a port in 1 .. 65535"),
     ("serve --kafka a:1 --event-log-dir b", PAIRS("--kafka", "--event-log-dir")),
+    *(
+        (f"serve --kafka {servers}", f"--kafka: got {shown!r}, expected host:port[,host:port] of brokers")
+        for servers, shown in {"a:b": "a:b", "a:1,,b:2": "", "a:65536": "a:65536", "u:secret@a:1": "...@a:1"}.items()
+    ),
+    ("serve --kafka a:1 --group a/b", "--group: got 'a/b', expected 1 .. 249 letters, digits, '.', '_' or '-'"),
     ("serve --log-level loud", f"--log-level: got 'loud', {LEVELS}"),
     ("serve --port 0 --dead-letter-dir /proc/nope", "/proc/nope"),
     ("bridge --kafka a:1 --event-log-dir b", PAIRS("--kafka", "--event-log-dir")),
@@ -33,6 +38,9 @@ OPTIONS = [
     ("simulate --trace a --requests 3", PAIRS("--trace", "--requests")),
     ("simulate --kafka a:1 --record b", PAIRS("--kafka", "--record")),
     ("simulate --capacity 3", "--capacity: got 3, expected a positive multiple of the page size 64"),
+    ("simulate --booking-delay -1", "--booking-delay: got -1.0, expected a number"),
+    ("simulate --ttft-slo 0", "--ttft-slo: got 0.0, expected more than 0"),
+    ("simulate --itl-slo 0", "--itl-slo: got 0.0, expected more than 0"),
     ("simulate --policy best", "--policy: got 'best', expected one of random, round-robin, overlap-load"),
     ("simulate --policy lmetric --record DIR/recorded", "recorded/lmetric: there is a log already; give a new folder"),
     ("simulate --trace DIR/no.jsonl", "no.jsonl"),
@@ -81,12 +89,14 @@ OPTIONS = [
     ("serve --kafka HOST:1 --engine a=tcp://h:1,model=m", "give either --kafka or --engine, not both"),
     ("serve --engine a=tcp://h:1", "also model=MODEL, or --model MODEL for all engines"),
     ("serve --model m --engine a=tcp://h:1,capacity.tape=3", "capacity: got 'tape: 3', expected pages of gpu, cpu"),
+    ("register --model m a=tcp://h:1,url=http://h", "only serve and bridge have --engine with topic, bind, url,"),
     ("register --url http://127.0.0.1:9 --model m a=tcp://h:1", "Connection refused: start `kvsight serve`"),
     (
         "tail --log LOG --full --from 0:0 --channel control",
         "--from 0:0 names offsets of the events' topic: give times for",
     ),
     ("log slice LOG LOG", "there is a log already"),
+    ("log slice LOG DIR/new --worker x --model m", "run.log: no record matches --worker x --model m"),
     ("log merge LOG LOG LOG", "there is a log already"),
     ("log merge LOG", "give at least two logs"),
     ("replay", "give the folder of an event log, or --kafka HOST:PORT"),
