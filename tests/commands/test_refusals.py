@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from kv_events.records import Channel, LogRecord
 from kvsight.cli.main import run
 from kvsight.extras import SERVE
 from tests.support.log.late_log import write_log
@@ -104,6 +105,8 @@ OPTIONS = [
     ("replay --kafka a:1 --at 5", "--at 5: a topic has no index; give a time or PARTITION:OFFSET,..."),
     ("replay --kafka 127.0.0.1:1", "Kafka at 127.0.0.1:1: connection refused"),
     ("replay DIR/nowhere", "nowhere"),
+    ("replay DIR/requests.log", "no batch is before the end: "),
+    ("replay DIR/requests.log --at 1 --diff LOG", "no batch is before --at 1: "),
     ("replay LOG --query DIR/no.json", "no.json"),
     *((f"replay LOG --at={moment}", moment[:40]) for moment in ("soon", "-1", "@x", "1.5.2", "@nan", "9" * 5000)),
     ("replay LOG --to 1", "--to needs --diff"),
@@ -178,6 +181,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("refusals")
     stream = Stream("w")
     write_log(folder / "run.log", (stream.batch(stored((page - 1, [page])), now=1000.0 + page) for page in (1, 2, 3)))
+    write_log(folder / "requests.log", [LogRecord(0, 0, 1000, b"k", b"", Channel.CONTROL)])
     (folder / "prompt.json").write_text(json.dumps({"model_name": "m", "token_ids": list(range(1, 33))}))
     sound = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n'
     (folder / "bad.jsonl").write_text(sound + '{"timestamp": -1}\n')
