@@ -85,6 +85,7 @@ OPTIONS = [
     ("tail --log LOG --channel control", "needs --full"),
     ("tail --log LOG --full --channel decisions --seq 1", "never fits the other filters, which are of events"),
     ("tail --log LOG --from -1m --to -2m", "--from -1m is after --to -2m"),
+    ("record DIR/new --kafka a:1 --from @20 --to @10", "--from @20 is after --to @10"),
     ("record DIR/new", "without Kafka, `kvsight serve --record FOLDER` records what it reads"),
     ("serve --snapshot-dir PROMPT", "--snapshot-dir: got '"),
     ("serve --kafka HOST:1 --engine a=tcp://h:1,model=m", "give either --kafka or --engine, not both"),
@@ -171,6 +172,7 @@ VARIABLES = [
     ("serve", "KVSIGHT_KAFKA_TLS=maybe", "KVSIGHT_KAFKA_TLS: got 'maybe', expected a valid boolean"),
     ("serve --port 0", "KVSIGHT_WORKER_TTL_S=-3", "KVSIGHT_WORKER_TTL_S: got '-3'"),
     ("serve --port 0", "KVSIGHT_REDIS=foo://user:secret@host", "foo://...@host"),
+    ("serve --port 0", "KVSIGHT_REDIS=redis://:secret@host/abc", "redis://...@host/abc', expected a URL such as"),
 ]
 """Words, a variable -> part of the line."""
 
