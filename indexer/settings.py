@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, model_validator
 
@@ -44,7 +45,10 @@ class RedisSettings(KvsightSettings):
             from redis.asyncio.connection import parse_url
 
             try:
-                has_password = "password" in parse_url(self.redis)
+                parsed = parse_url(self.redis)
+                if not {"db", "path"} & parsed.keys():
+                    int(urlsplit(self.redis).path.strip("/") or 0)  # for which redis-py takes database 0
+                has_password = "password" in parsed
             except ValueError:
                 shown = _CREDENTIALS.sub("//...@", self.redis)
                 raise InvalidValueError(variable("redis"), shown, "a URL such as redis://HOST:PORT/DB") from None

@@ -84,7 +84,10 @@ def serve_metrics(
     """
     registry = CollectorRegistry()
     registry.register(collector)
-    server, thread = start_http_server(port, registry=registry)
+    try:
+        server, thread = start_http_server(port, registry=registry)
+    except OSError as error:
+        raise OSError(error.errno, f"metrics port {port}: {error.strerror}") from None
     handler: Any = server.RequestHandlerClass
     server.RequestHandlerClass = type("Request", (_Impatient, handler), {})
     if why_not_ready is not None:

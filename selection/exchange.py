@@ -48,6 +48,7 @@ _MARGIN_S = 5.0
 """Most by which clocks of replicas differ."""
 _EXPIRE_EVERY_S = 0.5
 _RESERVED = RESERVATIONS.kinds[0]
+_NOT_READ = "reservations of other replicas are not read yet"
 
 
 class ReservationExchange:
@@ -72,7 +73,7 @@ class ReservationExchange:
         self._own = record_prefixes(self.replica)
         self._source = source
         self._clock = clock
-        self._obstacle = "" if source is None else "reservations of other replicas are not read yet"
+        self._obstacle = "" if source is None else _NOT_READ
         self._positions: dict[int, int] = {}  # partition -> offset of the next record
         self._unknown: set[str] = set()  # reservations that went on in the backlog, and whose beginning is not in it
         self._slices = Slices()
@@ -163,6 +164,7 @@ class ReservationExchange:
             opened = await self._open(reader, begins)
             while any(self._positions.get(part, 0) < end for part, end in opened.ends.items()):
                 await self._read(reader, self._restore)
+                self._obstacle = str(reader.outage) or _NOT_READ
             if not self._unknown or back_s >= LONGEST_S:
                 break
             back_s = min(4 * back_s, LONGEST_S)

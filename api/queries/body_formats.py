@@ -320,6 +320,8 @@ def _mistyped(message: str, data: Data, body_format: BodyFormat, kind: Any) -> P
         tail = f", expected {expected}" if expected else ""
         return ProblemError(422, ProblemKind.INVALID_VALUE, f"{path or 'body'}: {fault}{tail}", path)
     said = fault.removeprefix("Expected ").partition(", got")[0].replace("`", "")
+    if " regex " in said:  # of `URL_PATTERN`
+        said = "http://HOST:PORT"
     if said.startswith(_NO_CHOICE):
         said = f"one of {', '.join(map(repr, _choices(kind, path or '')))}"
     return ProblemError.of_value(InvalidValueError(path or "body", value, expected or said))

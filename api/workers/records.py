@@ -21,6 +21,7 @@ from api.settings import RegistrationSettings
 from api.workers.allowed_addresses import AllowedAddresses
 from api.workers.reports import Reports
 from indexer.consumer import Consumer
+from indexer.views import ViewState
 from kv_events.engine_wire import endpoint_of_rank
 from kv_events.errors import InvalidValueError
 from kv_events.http.workers import WorkerRecord
@@ -92,7 +93,8 @@ class WorkerRecords:
 
     def num_schedulable(self) -> int:
         """Return the number of workers that get new requests."""
-        streams = (view.stream for view in self._consumer.namespaces.views)
+        state, views = self._consumer.freshness.state, self._consumer.namespaces.views
+        streams = (view.stream for view in views if state(view) is not ViewState.EXPIRED)
         known = {(each.worker, each.model, each.tenant) for each in streams if split_group(each.model)[1] is None}
         known |= {(name, each.model_name, each.routing_group) for name, each in self._records.items()}
         return sum(record is None or record.is_schedulable for record in (self.get(*each) for each in known))

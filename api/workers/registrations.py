@@ -40,6 +40,7 @@ from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
 from kv_events.errors import KvsightError
 from kv_events.http.workers import WorkerRecord
 from kv_events.log.memory import MemoryLog
+from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import cancel
 from kv_events.schema import ENGINE_UNHEARD, MEDIA, TIERS
 from kv_events.streams import StreamId, split_group
@@ -85,6 +86,7 @@ class Registrations:
             if (held := self._configured.setdefault(stream_of(rank), rank)) is not rank:
                 raise EngineConflictError(held, rank)
         self.save_failures = 0
+        self._outage = Outage(logger, "registrations cannot be read or saved", "registrations are read and saved")
         self._consumer = consumer
         self._settings = settings
         self._saved = None if store is None else SavedRegistrations(store)
@@ -140,7 +142,7 @@ class Registrations:
     def why_not_ready(self) -> str | None:
         """Return what must still be loaded or read after a start, or None if the service is ready."""
         if not self._loaded.is_set():
-            return "the saved registrations are not loaded yet"
+            return str(self._outage) or "the saved registrations are not loaded yet"
         return f"{len(self._waiting_for)} registered engines are still to be read" if self._waiting_for else None
 
     async def add(self, engine: EngineSettings, *, is_peer: bool) -> bool:
@@ -305,10 +307,10 @@ class Registrations:
                 async with self._lock:
                     if self._unsaved.is_set():
                         await self._save()
-            except (SnapshotStoreError, RepublishError) as error:
-                logger.warning("registrations cannot be read yet: %s", error)
-            except Exception:
-                logger.exception("registrations cannot be read or saved; trying again")
+            except Exception as error:
+                if self._outage.since is None and not isinstance(error, SnapshotStoreError | RepublishError):
+                    logger.exception("registrations: an unexpected error; trying again")
+                self._outage.note_failure(error)
             await asyncio.sleep(_RETRY_S)
 
     async def _forget_gone(self, after_s: float) -> None:
@@ -343,6 +345,7 @@ class Registrations:
                 self.records.setdefault(str(record.worker_id), record)
             self.num_changes += 1
             self._waiting_for = {stream for stream, engine in self.engines.items() if engine.worker is not None}
+            self._outage.note_success()
             self._loaded.set()
 
     async def _await_first_reads(self) -> None:
@@ -380,8 +383,9 @@ class Registrations:
             await self._saved.save(engines, [each for name, each in self.records.items() if name not in named])
         except SnapshotStoreError as error:
             self.save_failures += 1
-            logger.warning("registrations are not saved: %s", error)
+            self._outage.note_failure(error)
         else:
+            self._outage.note_success()
             self._unsaved.clear()
 
 

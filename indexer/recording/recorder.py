@@ -194,7 +194,7 @@ class Recorder:
         read, goal = dict(opened.begins), feed.goal(opened.ends, once=once)
         probe = Interval(_PROBE_S, time.monotonic() + _PROBE_S)
         while not stop.is_set() and (goal is None or any(read.get(part, 0) < end for part, end in goal.items())):
-            records = await reader.fetch()
+            records = await (feed.source if once else reader).fetch()
             await self._write(list(feed.selected(records)), stop)
             read |= {record.partition: record.offset + 1 for record in records}
             if probe.is_due(time.monotonic()):

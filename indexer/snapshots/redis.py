@@ -93,7 +93,10 @@ class RedisStore:
                 await pipe.execute()
 
     async def _current(self) -> tuple[str, int] | None:
-        return _parsed(await self._redis.get(f"{self._prefix}:current"))
+        pointer = await self._redis.get(f"{self._prefix}:current")
+        if pointer is not None and _parsed(pointer) is None:
+            raise SnapshotStoreError(f"Redis: {self._prefix}:current has {shorten(pointer)}, which names no snapshot")
+        return _parsed(pointer)
 
     def _chunk(self, name: str, number: int) -> str:
         return f"{self._prefix}:{name}:{number}"
@@ -151,5 +154,5 @@ def _error(client: Redis, error: RedisError | RuntimeError) -> SnapshotStoreErro
 def _parsed(pointer: bytes | str | None) -> tuple[str, int] | None:
     if pointer is None:
         return None
-    name, num_chunks = (pointer if isinstance(pointer, str) else pointer.decode()).split(" ")
-    return name, int(num_chunks)
+    name, _, num_chunks = (pointer if isinstance(pointer, str) else pointer.decode(errors="replace")).partition(" ")
+    return (name, int(num_chunks)) if num_chunks.isdecimal() else None

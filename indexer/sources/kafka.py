@@ -85,7 +85,7 @@ class KafkaSource:
 
     def _check_topic_is_left(self) -> None:
         if self._was_found and not self._is_there:
-            raise SourceUnavailableError(f"topic {self._events_topic} does not exist any longer; publishers create it")
+            raise SourceUnavailableError(f"topic {self._events_topic} does not exist any longer; its writers create it")
 
     async def read_only(self, partitions: Collection[int], positions: Mapping[int, int]) -> Mapping[int, int]:
         self._only, self._begin_at = frozenset(partitions), positions

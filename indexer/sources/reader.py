@@ -38,6 +38,7 @@ class SourceReader:
         self._limited_logger = RateLimitedLogger(logger, "resyncs")
         self._source = source
         self._read_at: float | None = None  # seconds since 1970
+        self._fetch_failed = False  # the newest one: a right to list offsets is none to read
         self._on_read = on_read
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
 
@@ -59,8 +60,10 @@ class SourceReader:
         try:
             records = await self._source.fetch()
         except SourceUnavailableError as error:
+            self._fetch_failed = True
             await self._pause(error)
             return []
+        self._fetch_failed = False
         if records:
             self._note_success()
         return records
@@ -72,7 +75,8 @@ class SourceReader:
         except SourceUnavailableError as error:
             self._note_failure(error)
             return None
-        self._note_success()
+        if not self._fetch_failed:
+            self._note_success()
         return ends
 
     async def request(self, request: ResyncRequest) -> bool:

@@ -102,6 +102,8 @@ class KafkaConnection:
             reason = f"{self.user} may not {operation} topic {' '.join(map(str, error.args))}: an ACL must allow it"
         elif isinstance(error, TimeoutError):
             reason = "no answer in time"
+        elif isinstance(error, errors.NodeNotReadyError | errors.KafkaConnectionError):
+            reason = "the connection is lost"
         return f"Kafka at {self.bootstrap}: {reason}"
 
     @contextmanager

@@ -1,9 +1,10 @@
 """Settings of the connection to Kafka and of the topics, for every process that reads or writes them."""
 
+import re
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from kv_events.errors import InvalidValueError
 from kv_events.runtime.settings import KvsightSettings
@@ -12,6 +13,7 @@ from kv_events.streams import CONTROL_TOPIC, DECISIONS_TOPIC, EVENTS_TOPIC, RESE
 
 _TOPIC_NAME = r"^[a-zA-Z0-9._-]{1,249}$"
 """Names that Kafka accepts."""
+_SERVER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+)(?::([0-9]{1,5}))?")
 _OF_TLS = ("kafka_ca_file", "kafka_cert_file", "kafka_key_file", "kafka_key_password_file")
 _OF_PASSWORD = ("kafka_username", "kafka_password", "kafka_password_file")
 _OF_TOKEN = ("kafka_token_file", "kafka_token_command")
@@ -65,6 +67,16 @@ class KafkaSettings(KvsightSettings):
     topic_retention_s: int = Field(default=86_400, ge=60, le=10 * 365 * 86_400)
     """Time for which all topics keep records, when they are created. Bounds what a new reader reads, and what
     `kvsight record` can still copy."""
+
+    @field_validator("kafka")
+    @classmethod
+    def _servers_are_addresses(cls, servers: str | None) -> str | None:
+        for server in () if servers is None else servers.split(","):
+            found = _SERVER.fullmatch(server.strip())
+            if found is None or not 0 < int(found[2] or 9092) < 2**16:
+                shown = re.sub(".*@", "...@", server)
+                raise InvalidValueError(variable("kafka"), shown, "host:port[,host:port] of brokers")
+        return servers
 
     @property
     def is_kafka_password_used(self) -> bool:

@@ -1,6 +1,8 @@
 """What all commands have: `-h`, `-v`, `--version`, names of the version before, and errors that name the typed flag."""
 
+import os
 import platform
+import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib.metadata import PackageNotFoundError
@@ -40,6 +42,14 @@ class Group(TyperGroup):
         if found is None and words in MOVED:
             raise UsageError(f"`kvsight {words}` is now: kvsight {MOVED[words]}")
         return found
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # the reader of stdout has closed it (`| head`): write nothing more, not even at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit from None
 
 
 class App(typer.Typer):

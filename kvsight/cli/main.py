@@ -93,9 +93,6 @@ def run() -> None:
         _fail(f"kvsight: {error}{next_step(error)}")
     except KvsightError as error:
         _fail(f"kvsight: {error}")
-    except BrokenPipeError:
-        # the reader of stdout has closed it (`| head`): write nothing more, not even at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         # for example a path in an option or a variable
         where = f"{error.filename}: " if error.filename is not None else ""

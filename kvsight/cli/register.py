@@ -43,8 +43,9 @@ def register(
     if not engines:
         raise UsageError("no engine: give NAME=tcp://HOST:PORT, or --config")
     for each in engines:
-        if each.worker is None or each.topic or each.bind:
-            raise UsageError(f"{each.endpoint}: only serve and bridge have --engine with topic, bind or without a name")
+        if each.worker is None or each.topic or each.bind or each.url or each.republish:
+            needs = "topic, bind, url, republish or without a name"
+            raise UsageError(f"{each.endpoint}: only serve and bridge have --engine with {needs}")
     with Client(url, token=api_token, timeout_s=_TIMEOUT_S) as client:
         for each in engines:
             for rank in (each.of_rank(offset) for offset in range(each.num_ranks)):

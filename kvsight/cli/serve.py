@@ -125,7 +125,7 @@ def serve(engine: Engines = None, config: EngineFile = None, model: Model = None
 
 def _reading(engines: list[EngineSettings]) -> str:
     if not engines:
-        return f"no engine is known: name one with --engine, or `{REGISTER}`; or read a log with --kafka"
+        return f"no engine is known yet: name one with --engine, or `{REGISTER}`; or read a log with --kafka"
     return f"reads {count(len(engines), 'engine')}: {names([each.worker or each.endpoint for each in engines])}"
 
 

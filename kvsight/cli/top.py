@@ -89,7 +89,7 @@ def top(
             if as_json or found or (model, tenant) == (None, None):
                 print_result(found, (line.text for line in table.lines(found, out.width, None)), as_json=as_json)
             if not found and (model, tenant) != (None, None):
-                raise UsageError(_unknown(client, model, tenant))
+                raise UsageError(_unknown(client, contains, model, tenant))
             return
         is_screen = out.is_terminal and not as_json and not out.is_dumb_terminal
         screen = _screen(table) if is_screen else nullcontext(_printer(table, as_json))
@@ -116,7 +116,7 @@ def _ranks_table(client: Client, contains: str, model: str | None, tenant: str |
     def read() -> list[Worker]:
         nonlocal unknown
         found = [each for each in client.workers(model, tenant) if contains in each.instance_id]
-        unknown = "" if found else _unknown(client, model, tenant)
+        unknown = "" if found else _unknown(client, contains, model, tenant)
         return found
 
     def lines(found: list[Worker], width: int, height: int | None) -> Iterator[Line]:
@@ -127,8 +127,10 @@ def _ranks_table(client: Client, contains: str, model: str | None, tenant: str |
     return _Table(read, lines)
 
 
-def _unknown(client: Client, model: str | None, tenant: str | None) -> str:
+def _unknown(client: Client, contains: str, model: str | None, tenant: str | None) -> str:
     """Say that no worker is known, and which ones are."""
+    if contains and client.workers(model, tenant):
+        return f"no worker's name contains {printable(contains)}"
     if (model, tenant) == (None, None):
         return _NO_WORKER
     asked = namespace_text(model, tenant or "default", 0) if model else f"tenant {printable(tenant or '')}"

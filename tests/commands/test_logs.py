@@ -25,7 +25,7 @@ from kv_events.log.event_log import EventLogWriter
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import AllBlocksCleared, ResyncRequest
-from tests.support.commands import invoke
+from tests.support.commands import ENVIRONMENT, KVSIGHT, invoke
 from tests.support.effort import num_examples
 from tests.support.log.faulty_run import faulty_run
 from tests.support.log.late_log import write_log
@@ -320,6 +320,15 @@ def test_commands_that_write_report_it_as_json(log: Path, tmp_path: Path) -> Non
     tear(log)
     done = invoke("log", "merge", tmp_path / "a", log, tmp_path / "d", "--json")
     assert (done.exit_code, json.loads(done.stdout)["torn_tail_bytes"]) == (1, 3)
+
+
+@pytest.mark.parametrize("words", [["log", "info"], ["log", "info", "--json"], ["tail", "--full", "--log"]])
+def test_a_reader_that_has_enough_ends_a_command_without_a_word(log: Path, words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer) as closed:
+        done = subprocess.run([*KVSIGHT, *words, log], stdout=closed, stderr=subprocess.PIPE, env=ENVIRONMENT)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from kv_events.records import Channel, LogRecord
 from kvsight.cli.main import run
 from kvsight.extras import SERVE
 from tests.support.log.late_log import write_log
@@ -22,6 +23,11 @@ RECORD = "record DIR/new --kafka 127.0.0.1:9"
 OPTIONS = [
     ("serve --port 99999", "--port: got 99999, expected a port in 1 .. 65535"),
     ("serve --kafka a:1 --event-log-dir b", PAIRS("--kafka", "--event-log-dir")),
+    *(
+        (f"serve --kafka {servers}", f"--kafka: got {shown!r}, expected host:port[,host:port] of brokers")
+        for servers, shown in {"a:b": "a:b", "a:1,,b:2": "", "a:65536": "a:65536", "u:secret@a:1": "...@a:1"}.items()
+    ),
+    ("serve --kafka a:1 --group a/b", "--group: got 'a/b', expected 1 .. 249 letters, digits, '.', '_' or '-'"),
     ("serve --log-level loud", f"--log-level: got 'loud', {LEVELS}"),
     ("serve --port 0 --dead-letter-dir /proc/nope", "/proc/nope"),
     ("bridge --kafka a:1 --event-log-dir b", PAIRS("--kafka", "--event-log-dir")),
@@ -34,6 +40,9 @@ OPTIONS = [
     ("simulate --trace a --requests 3", PAIRS("--trace", "--requests")),
     ("simulate --kafka a:1 --record b", PAIRS("--kafka", "--record")),
     ("simulate --capacity 3", "--capacity: got 3, expected a positive multiple of the page size 64"),
+    ("simulate --booking-delay -1", "--booking-delay: got -1.0, expected a number"),
+    ("simulate --ttft-slo 0", "--ttft-slo: got 0.0, expected more than 0"),
+    ("simulate --itl-slo 0", "--itl-slo: got 0.0, expected more than 0"),
     ("simulate --policy best", "--policy: got 'best', expected one of random, round-robin, overlap-load"),
     ("simulate --policy lmetric --record DIR/recorded", "recorded/lmetric: there is a log already; give a new folder"),
     ("simulate --trace DIR/no.jsonl", "no.jsonl"),
@@ -87,17 +96,20 @@ OPTIONS = [
     ("tail --log LOG --channel control", "needs --full"),
     ("tail --log LOG --full --channel decisions --seq 1", "never fits the other filters, which are of events"),
     ("tail --log LOG --from -1m --to -2m", "--from -1m is after --to -2m"),
+    ("record DIR/new --kafka a:1 --from @20 --to @10", "--from @20 is after --to @10"),
     ("record DIR/new", "without Kafka, `kvsight serve --record FOLDER` records what it reads"),
     ("serve --snapshot-dir PROMPT", "--snapshot-dir: got '"),
     ("serve --kafka HOST:1 --engine a=tcp://h:1,model=m", "give either --kafka or --engine, not both"),
     ("serve --engine a=tcp://h:1", "also model=MODEL, or --model MODEL for all engines"),
     ("serve --model m --engine a=tcp://h:1,capacity.tape=3", "capacity: got 'tape: 3', expected pages of gpu, cpu"),
+    ("register --model m a=tcp://h:1,url=http://h", "only serve and bridge have --engine with topic, bind, url,"),
     ("register --url http://127.0.0.1:9 --model m a=tcp://h:1", "Connection refused: start `kvsight serve`"),
     (
         "tail --log LOG --full --from 0:0 --channel control",
         "--from 0:0 names offsets of the events' topic: give times for",
     ),
     ("log slice LOG LOG", "there is a log already"),
+    ("log slice LOG DIR/new --worker x --model m", "run.log: no record matches --worker x --model m"),
     ("log merge LOG LOG LOG", "there is a log already"),
     ("log merge LOG", "give at least two logs"),
     ("replay", "give the folder of an event log, or --kafka HOST:PORT"),
@@ -105,6 +117,8 @@ OPTIONS = [
     ("replay --kafka a:1 --at 5", "--at 5: a topic has no index; give a time or PARTITION:OFFSET,..."),
     ("replay --kafka 127.0.0.1:1", "Kafka at 127.0.0.1:1: connection refused"),
     ("replay DIR/nowhere", "nowhere"),
+    ("replay DIR/requests.log", "no batch is before the end: "),
+    ("replay DIR/requests.log --at 1 --diff LOG", "no batch is before --at 1: "),
     ("replay LOG --query DIR/no.json", "no.json"),
     *((f"replay LOG --at={moment}", moment[:40]) for moment in ("soon", "-1", "@x", "1.5.2", "@nan", "9" * 5000)),
     ("replay LOG --to 1", "--to needs --diff"),
@@ -174,6 +188,7 @@ VARIABLES = [
     ("serve", "KVSIGHT_KAFKA_TLS=maybe", "KVSIGHT_KAFKA_TLS: got 'maybe', expected a valid boolean"),
     ("serve --port 0", "KVSIGHT_WORKER_TTL_S=-3", "KVSIGHT_WORKER_TTL_S: got '-3'"),
     ("serve --port 0", "KVSIGHT_REDIS=foo://user:secret@host", "foo://...@host"),
+    ("serve --port 0", "KVSIGHT_REDIS=redis://:secret@host/abc", "redis://...@host/abc', expected a URL such as"),
 ]
 """Words, a variable -> part of the line."""
 
@@ -184,6 +199,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("refusals")
     stream = Stream("w")
     write_log(folder / "run.log", (stream.batch(stored((page - 1, [page])), now=1000.0 + page) for page in (1, 2, 3)))
+    write_log(folder / "requests.log", [LogRecord(0, 0, 1000, b"k", b"", Channel.CONTROL)])
     (folder / "prompt.json").write_text(json.dumps({"model_name": "m", "token_ids": list(range(1, 33))}))
     sound = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n'
     (folder / "bad.jsonl").write_text(sound + '{"timestamp": -1}\n')

@@ -165,6 +165,19 @@ async def test_a_redis_that_is_away_is_an_error_of_the_store() -> None:
     await store.close()
 
 
+@pytest.mark.parametrize("value", ["garbage", "name -1", b"\xff 1 2"])
+async def test_a_key_that_names_no_snapshot_is_shown_and_replaced(redis_url: str, value: str | bytes) -> None:
+    prefix = f"test:{uuid.uuid4().hex}"
+    store = RedisStore(RedisSettings(redis=redis_url), prefix=prefix)
+    await store._redis.set(f"{prefix}:current", value)
+    for look in (store.load, store.has_snapshot):
+        with pytest.raises(SnapshotStoreError, match=f"{prefix}:current has b'.*', which names no snapshot"):
+            await look()
+    await store.save([b"image"])
+    assert await store.load() == b"image"
+    await store.close()
+
+
 async def test_redis_keeps_older_chunks_only_for_those_who_are_reading_them(redis_url: str) -> None:
     prefix = f"test:{uuid.uuid4().hex}"
     store = RedisStore(RedisSettings(redis=redis_url), prefix=prefix)

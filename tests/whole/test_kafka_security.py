@@ -10,24 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiokafka.admin import NewTopic
 from pydantic import SecretStr
 
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from indexer.sources.base import SourceUnavailableError
 from indexer.sources.kafka import KafkaSource
+from indexer.sources.reader import SourceReader
 from kv_events.errors import InvalidValueError
 from kv_events.kafka.connection import KafkaConnection, KafkaUnreachableError
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.kafka.topics import inspect_topics
 from kv_events.log.event_log import EventLogReader
+from kv_events.records import LogRecord
 from kv_events.schema import BlockStored, ResyncRequest, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink
 from publisher.sinks.base import OutRecord, SinkUnavailableError
+from selection.book import Book
+from selection.exchange import create_exchange
 from tests.support.commands import kvsight
 from tests.support.servers.certificates import Certificates
-from tests.support.servers.kafka_broker import topic_fields
+from tests.support.servers.kafka_broker import administration, produce, topic_fields
 from tests.support.servers.secure_kafka import PASSWORD, ROTATED_USER, USER, SecureKafka, unsecured_token
 from tests.support.waiting import async_wait_until
 
@@ -280,6 +285,37 @@ async def test_a_missing_right_on_a_topic_is_one_line_that_names_user_topic_and_
     assert await said(read, source.stop) == refused("read", own["events_topic"])
     assert await said(request, source.stop) == refused("write", own["control_topic"])
     assert await said(write, sink.stop) == refused("write", own["events_topic"])
+
+
+async def test_a_right_to_list_offsets_is_none_to_read_which_is_said_once(
+    kafka: SecureKafka, files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = {**topic_fields(kafka.address("OPEN")), **login(files / "right")}
+    topics = own["events_topic"], own["reservations_topic"]
+    async with administration(kafka.address("PLAINTEXT")) as admin:
+        await admin.create_topics([NewTopic(topic, 1, 1) for topic in topics])
+    for topic in topics:
+        await produce(kafka.address("PLAINTEXT"), topic, [LogRecord(0, 0, 0, b"k", b"v")])
+        await kafka.allow(topic, "describe")
+    reader = SourceReader(KafkaSource(KafkaSettings(**own)))
+    await reader.start({})
+    for _ in range(3):
+        assert (await reader.fetch(), await reader.ends()) == ([], {0: 1})
+    assert "may not read" in reader.obstacle
+    flags = [part for field, value in own.items() for part in flag(field, value)]
+    recorded = await asyncio.to_thread(kvsight, "record", tmp_path / "log", "--once", *flags)
+    assert (recorded.returncode, "may not read" in recorded.stderr) == (2, True)
+    exchange = create_exchange(IndexerSettings(**own), Book(300.0, 2.0))
+    async with exchange.running():
+        await async_wait_until(lambda: "may not read" in exchange.why_not_ready(), 60, "the reason")
+    await kafka.allow(topics[0], "read")
+    await async_wait_until(reader.fetch, 60, "the record")
+    await reader.stop()
+    lines = [each for each in caplog.messages if each.startswith("log ")]
+    assert [each.partition(" since")[0].partition(" after")[0] for each in lines] == [
+        "log unreadable",
+        "log readable again",
+    ]
 
 
 def test_commands_log_in_with_the_same_flags(kafka: SecureKafka, files: Path, tmp_path: Path) -> None:

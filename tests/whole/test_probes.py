@@ -1,6 +1,7 @@
 """Whether the processes without an API say when they do not do their work: an engine, a recording, a bridge."""
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -92,6 +93,13 @@ async def test_a_process_whose_event_loop_hangs_is_neither_healthy_nor_ready(mon
         assert answers == [(503, "the event loop has not answered for 1 s\n")] * 2
     finally:
         end()
+
+
+def test_a_port_of_metrics_that_is_taken_is_named() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"metrics port {port}: Address already in use"):
+            serve_metrics(port, CollectorRegistry())
 
 
 async def test_silent_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,6 +225,10 @@ def slice_log(
     if not selection.num_in_range and (first or last):
         _remove(new_log)
         source.fail_outside(str(selection.range))
+    if begin is None and (worker or model):
+        _remove(new_log)
+        given = " ".join(f"--{name} {value}" for name, value in (("worker", worker), ("model", model)) if value)
+        raise UsageError(f"{log}: no record matches {given}")
     if begin is not None and begin > source.extent.first_index and not (worker or model or channel):
         _keep_views(log, new_log, selection.range, begin)
     _report_new(new_log, writer.next_index, [source], as_json)

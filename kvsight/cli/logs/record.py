@@ -64,6 +64,8 @@ def record(
     metrics_port = flags.pop("metrics_port")
     settings = KafkaSettings.from_flags(**flags)
     first, last = _moment("--from", since), _moment("--to", until)
+    if first.time_s is not None and last.time_s is not None and first.time_s > last.time_s:
+        raise UsageError(f"--from {since} is after --to {until}")
     has_offsets = first.offsets is not None or last.offsets is not None
     feeds = _feeds(settings, channels_of(channel), last, Selection(worker, model), has_offsets=has_offsets)
     size = None if max_bytes is None else int(parse_quantity("--max-bytes", max_bytes, BYTES))

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from kv_events.http.log import BatchInLog, MovedPage, StreamDiff
-from kv_events.log.moments import LogMoment
+from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.runtime.words import count, local_time, natural_order
 from kv_events.streams import StreamId, split_group
 from kvsight.cli.logs.reading import LogInput, exit_if_any_damaged, extent_text, moment_fault, open_source
@@ -100,7 +100,7 @@ def replay(
     replayed, extent = source.views_at(moment)
     fault = moment_fault(extent, moment)
     if not replayed.applier.records:
-        raise UsageError(fault or f"--at {moment.typed}: no record is before this moment: {extent_text(extent)}")
+        raise UsageError(fault or _no_batch(extent, moment, "--at"))
     if body is None or asked is None:
         book = source.book_at(moment, replayed, flags)
         print_result(list(_views(replayed, book)), streams_lines(_rows(replayed, book), out.width), as_json=as_json)
@@ -250,6 +250,12 @@ def _with_first_differences(
     ]
 
 
+def _no_batch(extent: LogExtent, moment: LogMoment, flag: str) -> str:
+    """Say that there is nothing to show."""
+    before = f"{flag} {moment.typed}" if moment.typed else "the end"
+    return f"no batch is before {before}: {extent_text(extent)}"
+
+
 def _of_log(source: LogInput, moment: LogMoment, flag: str) -> Holdings:
     """What the workers hold at a moment of a log. Raises UsageError if the moment is outside."""
     from analysis.diff import holdings_of
@@ -258,7 +264,7 @@ def _of_log(source: LogInput, moment: LogMoment, flag: str) -> Holdings:
     if fault := moment_fault(extent, moment, flag):
         raise UsageError(fault)
     if not views.applier.records:
-        raise UsageError(f"{flag} {moment.typed}: no record is before this moment: {extent_text(extent)}")
+        raise UsageError(_no_batch(extent, moment, flag))
     err.print(f"{source.folder}: views as of {local_time(views.now)}, after {count(views.applier.records, 'record')}")
     return holdings_of(views)
 

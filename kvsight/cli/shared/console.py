@@ -14,7 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from kv_events.errors import KvsightError
 from kvsight.extras import require
 
-out = Console(markup=False, highlight=False, emoji=False)
+
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # not SystemExit(1), as rich does: see `Group.invoke`
+
+
+out = _Output(markup=False, highlight=False, emoji=False)
 """Standard output: data and tables."""
 
 err = Console(stderr=True, markup=False, highlight=False, emoji=False, soft_wrap=True)

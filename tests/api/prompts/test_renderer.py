@@ -301,7 +301,7 @@ def name_hash(name: str) -> int:
 
 
 async def test_values_of_any_type_and_size_get_an_answer(serving: Serving) -> None:
-    large, message = 10**30, dict[str, Any](CHAT["messages"][0])
+    large, message = 10**30, {"role": "user", "content": "hi"}
     parts: list[dict[str, Any]] = [{"content": [{"type": {}}]}, {"content": [{"type": [1]}]}, {"number": large}]
     engine = FakeEngine({CHATS: rendered(*TOKENS)})
     async with rendering(engine), serving(tokenize_url=engine.url, tokenize_timeout_s=20) as (client, fed):

@@ -236,8 +236,10 @@ async def test_a_worker_of_a_log_is_schedulable_once_it_is_known_there(client: h
 )
 async def test_refused_records_change_nothing(fields: dict[str, Any], status: int) -> None:
     async with embedded() as client:
-        check_problem(await client.post("/workers", json=record(1, **fields)), status)
+        problem = check_problem(await client.post("/workers", json=record(1, **fields)), status)
         assert (await client.get("/workers")).json() == []
+        if [*fields] == ["endpoint"]:
+            assert problem["detail"].endswith(", expected http://HOST:PORT")
 
 
 async def test_changes_at_the_same_time_are_all_made() -> None:

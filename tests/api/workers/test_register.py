@@ -289,7 +289,9 @@ async def test_an_expired_worker_of_a_log_is_forgotten_and_one_that_is_heard_is_
     async with serving() as (client, fed):
         await fed.feed(stream.batch(stored((0, [1, 2]))))
         check_problem(await client.post("/unregister", json=body), 404)
+        assert (await client.get("/ready")).json()["schedulable_workers"] == 1
         await fed.feed(stream.batch(degraded_reason=CLOSED))
+        assert (await client.get("/ready")).json()["schedulable_workers"] == 0
         (worker,) = (await client.get("/fleet")).json()["workers"]
         assert (worker["can_forget"], worker["can_resync"]) == (True, False)
         assert (await client.post("/unregister", json=body)).is_success

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
+from api.workers.registrations import SavedRegistrations
 from indexer.assembly import create_store
 from indexer.settings import IndexerSettings
 from tests.support.engines.event_payloads import payload, stored
@@ -157,15 +158,43 @@ async def test_while_registrations_cannot_be_read_none_is_changed(tmp_path: Path
         assert (await served.client.get("/workers")).json() == []
 
 
-async def test_an_unexpected_fault_is_logged_and_does_not_end_the_saving(
-    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+async def test_an_unexpected_fault_is_logged_once_and_does_not_end_the_reading(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    load, faults = SavedRegistrations.load, iter([ValueError("odd")] * 3)
+
+    async def faulty(saved: SavedRegistrations) -> Any:
+        for fault in faults:
+            raise fault
+        return await load(saved)
+
+    monkeypatch.setattr(SavedRegistrations, "load", faulty)
+    monkeypatch.setattr("api.workers.registrations._RETRY_S", 0.01)
+    async with service(snapshot_dir=tmp_path) as served:
+        await async_wait_until(served.is_ready, what="ready")
+    assert (list(faults), caplog.text.count("ValueError: odd")) == ([], 1)
+
+
+async def test_saved_registrations_that_cannot_be_found_are_one_line_and_do_not_end_the_saving(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.workers.registrations._RETRY_S", 0.01)
     redis = Redis.from_url(redis_server.url)
     await redis.set("kvsight:registrations:current", "neither a name nor a number")
     with ZmqEngine() as engine:
         async with service(redis=redis_server.url) as served:
-            await async_wait_until(lambda: "ValueError" in caplog.text, what="the fault is logged")
-            assert not await served.is_ready()
+            said = "kvsight:registrations:current has b'neither a name nor a number', which names no snapshot"
+            ready = await async_wait_for(
+                lambda: served.client.get("/ready"), lambda answer: said in answer.text, what="the reason"
+            )
+            check_problem(ready, 503)
+
+            async def num_looks() -> int:
+                return int((await redis.info("commandstats"))["cmdstat_get"]["calls"])
+
+            before = await num_looks()
+            await async_wait_for(num_looks, lambda looks: looks > before + 2, what="further attempts")
+            assert caplog.text.count(said) == 1
             await redis.delete("kvsight:registrations:current")
             await async_wait_until(served.is_ready, what="ready")
             assert (await served.register(engine)).status_code == 201
