@@ -196,6 +196,7 @@ def test_every_other_command_runs(site: Site) -> None:
     (_, first), *_, (_, last) = EventLogReader(site.folder / "recording").read(0)
     site.addresses["2026-01-31T11:50:00Z"] = datetime.fromtimestamp(first.timestamp_ms / 1000, UTC).isoformat()
     site.addresses["2026-01-31T12:00:00Z"] = datetime.fromtimestamp(last.timestamp_ms / 1000, UTC).isoformat()
+    site.addresses["2026-01-31T12:10:00Z"] = datetime.fromtimestamp(last.timestamp_ms / 1000 + 1, UTC).isoformat()
     num_run = 0
     for page, words in commands():
         if reason_against(words) is None:
