@@ -6,8 +6,7 @@ wrk asks, except in the last two modes:
     varying       the same; in turn, requests have salts or adapters of their own, a routing group, or another form
     (no name)     all requests are equal
     aiohttp       own headers, by aiohttp's client
-    half load     own headers, at half of the rate that the service reached; the latency since a request was due.
-                  The service and the client go before all other processes
+    half load     own headers, at half of the rate that the service reached; the latency since a request was due
 """
 
 import json
@@ -29,7 +28,7 @@ import numpy as np
 from benchmarks import bench_http
 from benchmarks.peers.clients import NAME_GAP, aiohttp_rate, paced_us
 from benchmarks.peers.engines import BLOCK_SIZE, holding, prompts
-from benchmarks.peers.services import KVSIGHT, dynamo, running, undisturbed
+from benchmarks.peers.services import KVSIGHT, dynamo, running
 from benchmarks.report import Figure, figure, percentile
 
 MANY_WORKERS = 1000
@@ -216,8 +215,7 @@ def half_load_us(
     service: HTTPConnection, bodies: Sequence[bytes], rates: list[float], path: str = "/query"
 ) -> list[list[float]]:
     """Return how long each answer took in some rounds, see `paced_us`, at half of the rate that a service reached."""
-    with undisturbed(service):
-        return [paced_us(service, bodies, CONNECTIONS, SECONDS, median(rates) / 2, path) for _ in range(ROUNDS)]
+    return [paced_us(service, bodies, CONNECTIONS, SECONDS, median(rates) / 2, path) for _ in range(ROUNDS)]
 
 
 def _compared(services: list[HTTPConnection], body: bytes, row: str, goal: str) -> Iterator[Figure]:

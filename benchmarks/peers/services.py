@@ -6,8 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
@@ -85,27 +85,6 @@ def cpu_seconds(client: HTTPConnection) -> float:
     """Return the CPU time that a service of this process has used."""
     times = _process(client).cpu_times()
     return float(times.user + times.system)
-
-
-@contextmanager
-def undisturbed(client: HTTPConnection) -> Iterator[None]:
-    """Let this process and that of a service go before all others during a block, if the user has the right to.
-
-    Where they share the processors with other processes as equals, latencies are multiples of a time slice, 3 ms.
-    """
-    threads = [thread.id for each in (psutil.Process(), _process(client)) for thread in each.threads()]
-    with suppress(PermissionError):
-        _schedule(threads, os.SCHED_FIFO, 1)
-    try:
-        yield
-    finally:
-        _schedule(threads, os.SCHED_OTHER, 0)
-
-
-def _schedule(threads: Iterable[int], policy: int, priority: int) -> None:
-    for each in threads:
-        with suppress(ProcessLookupError):  # it has ended
-            os.sched_setscheduler(each, policy, os.sched_param(priority))
 
 
 def _process(client: HTTPConnection) -> psutil.Process:
