@@ -88,9 +88,10 @@ class ReplayClient:
                 message = engine_wire.parse_replay(answer.next())
                 if message is None:
                     return
-                if message[0] <= last:
-                    raise ReplayError(f"{self._endpoint}: batch {message[0]} after batch {last}")
-                last = message[0]
+                seq, _ = message
+                if seq <= last:
+                    raise ReplayError(f"{self._endpoint}: batch {seq} after batch {last}")
+                last = seq
                 with receiving(answer.receive):
                     yield message
         except (zmq.ZMQError, engine_wire.FrameError) as error:
