@@ -167,7 +167,7 @@ class LiveService(Service):
         else:
             chosen = selection or SelectionSettings()
             exchange = reservations or ReservationExchange(chosen.book(), WriteQueue(None, contents=RESERVATIONS))
-            exchange.on_placed.append(self.decision_window.decide)
+            exchange.listener = self.decision_window
             self.selection = SelectionRoutes(
                 consumer,
                 chosen,

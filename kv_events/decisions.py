@@ -5,8 +5,8 @@ have the same request id, which is also the key of both records. The version rul
 """
 
 import math
-from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -70,25 +70,22 @@ DecisionRecord: TypeAlias = Decision | Outcome
 """One record."""
 
 
-class Placed(msgspec.Struct, frozen=True, gc=False):
-    """A choice, as far as it is counted at once."""
+class Choices(NamedTuple):
+    """Choices that a service made at once, as far as they are counted."""
 
-    request_id: str
     timestamp: float
-    worker: str
-    prompt_tokens: int
-    predicted_tokens: int | None
-    best_tokens: int | None
-    """What the best candidate held. None: there are no candidates."""
-    record: Decision | bytes
-    """All of it: the decision, or the record of its reservation."""
+    sums: tuple[int, int, int, int]
+    """Requests, tokens of their prompts, those of them that the best candidates held, and that the chosen ones did."""
+    lost: Sequence[tuple[str, int, int, int]]
+    """For each worker that was chosen though others held more: requests, tokens, and the number of the last choice."""
+    ends: Sequence[int]
+    """Where the record of each choice ends."""
+    records: bytes
+    """The reservations of the choices, encoded, one after the other."""
 
-    @classmethod
-    def of(cls, decision: Decision) -> "Placed":
-        """Return what is counted of a decision."""
-        best = max([each.tokens for each in decision.candidates], default=None)
-        numbers = decision.prompt_tokens, decision.predicted_tokens, best
-        return cls(decision.request_id, decision.timestamp, decision.worker, *numbers, decision)
+    def record(self, number: int) -> bytes:
+        """Return the record of a choice."""
+        return self.records[self.ends[number - 1] if number else 0 : self.ends[number]]
 
 
 VERSION = SCHEMA_VERSION

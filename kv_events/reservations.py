@@ -58,7 +58,7 @@ MAX_JOINED = 1024
 
 
 class Several(Versioned, frozen=True, tag=True, array_like=True, gc=False):
-    """Several records in one of the log, so that each of them costs a busy writer and its readers less."""
+    """Several records of one replica in one of the log, so that each costs a busy writer and its readers less."""
 
     records: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_JOINED)]
 
@@ -78,6 +78,9 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ReservationRecord)
 _several_decoder = msgspec.msgpack.Decoder(Several)
 _IS_SEVERAL = _encoder.encode(Several(VERSION, [])).partition(_encoder.encode(VERSION))[0][1:]
+_JOINED_OPENING = _encoder.encode(Several(VERSION, []))[:-1] + b"\xdd"
+_COUNT_BYTES = 4
+_FIRST_AT = len(_JOINED_OPENING) + _COUNT_BYTES
 
 
 def reservation_id(record: ReservationRecord) -> str:
@@ -99,15 +102,34 @@ def record_prefixes(replica: str) -> tuple[bytes, ...]:
     return tuple(_encoder.encode([kind.__name__, VERSION, replica])[1:] for kind in (Reserved, Progressed))
 
 
-def reserved_opening(replica: str) -> bytes:
-    """Return what the records of a replica's choices begin with, up to their names."""
+def record_openings(replica: str) -> tuple[bytes, bytes]:
+    """Return what the records of a replica begin with, up to the id: those of choices, and those of steps."""
     decision = Decision(VERSION, _NAME, 0.0, "", "", 0, 0, b"", "", None, None, ())
-    return encode_reservation(Reserved(VERSION, replica, decision, 0)).partition(_encoder.encode(_NAME))[0]
+    records = Reserved(VERSION, replica, decision, 0), Progressed(VERSION, replica, _NAME, 0.0, RELEASED)
+    reserved, progressed = (encode_reservation(each).partition(_encoder.encode(_NAME))[0] for each in records)
+    return reserved, progressed
+
+
+def joined(count: int, records: bytes) -> bytes:
+    """Return the payload of one record of the log with several. records: encoded, one after the other."""
+    return _JOINED_OPENING + count.to_bytes(_COUNT_BYTES) + records
+
+
+def num_records(payload: bytes) -> int:
+    """Return the number of records in one that this process encoded."""
+    is_joined = payload.startswith(_JOINED_OPENING)
+    return int.from_bytes(payload[len(_JOINED_OPENING) : _FIRST_AT]) if is_joined else 1
 
 
 def join(payloads: Sequence[bytes]) -> bytes:
-    """Return the payload of one record of the log with up to `MAX_JOINED` encoded ones."""
-    return _encoder.encode(Several(VERSION, list(map(msgspec.Raw, payloads))))
+    """Return the payload of one record of the log with the records of others that this process encoded."""
+    singles = (each.removeprefix(each[:_FIRST_AT] if each.startswith(_JOINED_OPENING) else b"") for each in payloads)
+    return joined(sum(map(num_records, payloads)), b"".join(singles))
+
+
+def is_by(payload: bytes, prefixes: tuple[bytes, ...]) -> bool:
+    """Return whether a replica wrote a record of the log, one or several. prefixes: its `record_prefixes`."""
+    return payload.startswith(prefixes, 1 + (_FIRST_AT if payload.startswith(_JOINED_OPENING) else 0))
 
 
 def singles(payload: bytes) -> Sequence[bytes]:

@@ -9,9 +9,9 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from indexer.assembly import create_queue
 from indexer.recording.recorder import RecordingThread
@@ -20,7 +20,7 @@ from indexer.slices import Interval, Slices
 from indexer.sources.base import LogReplacedError
 from indexer.sources.reader import Opened, SourceReader
 from indexer.writing.queue import RESERVATIONS, WriteQueue
-from kv_events.decisions import Placed
+from kv_events.decisions import Choices, Decision
 from kv_events.errors import RecordRejectedError
 from kv_events.reservations import (
     RELEASED,
@@ -29,6 +29,7 @@ from kv_events.reservations import (
     Reserved,
     decode_reservation,
     encode_reservation,
+    is_by,
     record_prefixes,
     reservation_id,
     singles,
@@ -47,8 +48,18 @@ _PROBE_S = 1.0
 _MARGIN_S = 5.0
 """Most by which clocks of replicas differ."""
 _EXPIRE_EVERY_S = 0.5
-_RESERVED = RESERVATIONS.kinds[0]
+RESERVED = RESERVATIONS.kinds[0]
 _NOT_READ = "reservations of other replicas are not read yet"
+
+
+class ChoiceListener(Protocol):
+    """Counts choices."""
+
+    def take(self, record: Decision) -> None:
+        """Count a choice."""
+
+    def decide_all(self, choices: Choices) -> None:
+        """Count choices that were made at once."""
 
 
 class ReservationExchange:
@@ -66,8 +77,8 @@ class ReservationExchange:
         """Name of this process in its records."""
         self.applied = 0
         """Records of other replicas that were applied."""
-        self.on_placed: list[Callable[[Sequence[Placed]], object]] = []
-        """Called with choices of this replica, and with those of others that were applied."""
+        self.listener: ChoiceListener | None = None
+        """Hears of choices of this replica, and of those of others that were applied."""
         self.rejected: Counter[str] = Counter()
         """Reason -> records of the topic that were not applied."""
         self._own = record_prefixes(self.replica)
@@ -91,20 +102,19 @@ class ReservationExchange:
             self._notify(record)
         return why_dropped
 
-    def put_placed(self, placed: Sequence[Placed]) -> None:
+    def put_joined(self, kinds: Mapping[str, int], records: bytes) -> None:
+        """Queue records that a kernel has encoded, one after the other. kinds: see `WriteQueue.put_joined`."""
+        self.queue.put_joined(kinds, self.replica, records)
+
+    def put_choices(self, choices: Choices) -> None:
         """Queue the records of choices that a kernel has booked and encoded."""
-        records = list[tuple[str, str, bytes]]()
-        for each in placed:
-            assert isinstance(each.record, bytes)
-            records.append((_RESERVED, each.request_id, each.record))
-        self.queue.put(*records)
-        for notify in self.on_placed:
-            notify(placed)
+        self.put_joined({RESERVED: len(choices.ends)}, choices.records)
+        if self.listener is not None:
+            self.listener.decide_all(choices)
 
     def _notify(self, record: ReservationRecord) -> None:
-        if isinstance(record, Reserved):
-            for notify in self.on_placed:
-                notify([Placed.of(record.decision)])
+        if self.listener is not None and isinstance(record, Reserved):
+            self.listener.take(record.decision)
 
     def why_not_ready(self) -> str:
         """Return why the book may lack reservations of other replicas, or "" if it has them."""
@@ -180,10 +190,10 @@ class ReservationExchange:
     async def _read(self, reader: SourceReader, apply: Callable[[ReservationRecord, float], bool]) -> None:
         """Fetch some records of the topic, and apply them."""
         for each in await reader.fetch():
-            for payload in singles(each.payload):
-                if not payload.startswith(self._own, 1):  # to decode those as well would take most of the time
-                    self._take(payload, apply)
-                    await self._slices.yield_if_due()
+            is_own = is_by(each.payload, self._own)  # to decode those as well would take most of the time
+            for payload in () if is_own else singles(each.payload):
+                self._take(payload, apply)
+                await self._slices.yield_if_due()
             self._positions[each.partition] = each.offset + 1
             await self._slices.yield_if_due()
 
@@ -203,7 +213,7 @@ class ReservationExchange:
 
     def _restore(self, record: ReservationRecord, now: float) -> bool:
         name = reservation_id(record)
-        if self.book.get(name) is None and isinstance(record, Progressed) and record.step != RELEASED:
+        if name not in self.book and isinstance(record, Progressed) and record.step != RELEASED:
             if record.timestamp + self.book.ttl_s > now and len(self._unknown) < MAX_RESERVATIONS:
                 self._unknown.add(name)
         else:
@@ -212,7 +222,7 @@ class ReservationExchange:
 
 
 def _kind(record: ReservationRecord) -> str:
-    return _RESERVED if isinstance(record, Reserved) else record.step
+    return RESERVED if isinstance(record, Reserved) else record.step
 
 
 def create_exchange(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 from weakref import finalize
 
 import numpy as np
@@ -111,6 +111,8 @@ class Roster:
     """Whether all ranks have a number in the book."""
     reports: list[Report | None]
     refreshed_at: float = -np.inf
+    kept: dict[object, Any] = field(default_factory=dict)
+    """What others keep of it as long as it exists."""
 
     def take_reports(self, before: Roster) -> None:
         """Keep what was found from the newest reports. before: the roster until now."""
@@ -224,7 +226,7 @@ class Rosters:
         roster.refreshed_at = now
         streams = roster.columns.streams.tolist()
         roster.candidates.pages[:] = [namespace.views[stream].num_pages[0] for stream in streams]
-        loads = self._book.loads
+        loads = self._book.columns.loads
         for row, rank in enumerate(roster.ranks):
             report = self._directory.report(rank)
             if report is not roster.reports[row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -45,8 +45,17 @@ class Chosen(NamedTuple):
 class Selector:
     """Chooses workers for the prompts of one service. One thread calls it."""
 
-    def __init__(self, rosters: Rosters, create_policy: Callable[[], Policy], replica: str) -> None:
-        """create_policy: called once for each model and tenant. replica: name of this process in records."""
+    def __init__(
+        self,
+        rosters: Rosters,
+        create_policy: Callable[[], Policy],
+        replica: str,
+        is_taken: Callable[[str], bool],
+    ) -> None:
+        """create_policy: called once for each model and tenant. replica: name of this process in records. is_taken:
+        returns whether a name is in use.
+        """
+        self._is_taken = is_taken
         self._rosters = rosters
         self._create_policy = create_policy
         self._policies: dict[tuple[str, str], Policy] = {}
@@ -102,7 +111,7 @@ class Selector:
 
     def records(self, request: SelectRequest, chosen: Chosen, namespace: Namespace, now: float) -> list[Reserved]:
         """Return the reservations of a choice: of the request and, if another worker computes its prompt, of that."""
-        name, choice, found = request.selection_id or next(self.take_names(1)), chosen.choice, chosen.found
+        name, choice, found = request.selection_id or self._take_name(), chosen.choice, chosen.found
         candidates, booked = chosen.weighed.candidates, [(name, choice.row, chosen.prefill_tokens)]
         if choice.prefill is not None:
             computed = round(candidates.computed.item(choice.prefill))
@@ -121,10 +130,12 @@ class Selector:
         """The beginning of names that are given here. A number follows: see `num_named`."""
         return f"{self.replica}-"
 
-    def take_names(self, count: int) -> Iterator[str]:
-        """Return the next names. They are taken at once."""
-        first, self.num_named = self.num_named + 1, self.num_named + count
-        return (f"{self.names}{number}" for number in range(first, first + count))
+    def _take_name(self) -> str:
+        while True:
+            self.num_named += 1
+            name = f"{self.names}{self.num_named}"
+            if not self._is_taken(name):  # a caller can choose any
+                return name
 
 
 def _options(request: SelectRequest) -> dict[str, float]:

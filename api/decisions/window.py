@@ -4,13 +4,13 @@ The figures are those of whoever chose. `kvsight audit` compares them with the l
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 
-from kv_events.decisions import Decision, DecisionRecord, Placed
+from kv_events.decisions import Choices, Decision, DecisionRecord, Outcome
 from kv_events.http.fleet import DecisionFunnel, FunnelSums, Loss, RecentDecision
 from kv_events.records import Channel
 from kv_events.reservations import AT_PREFILL, decode_choice
@@ -32,6 +32,8 @@ _MAX_LOSING = 512
 _EXAMPLE_PAGES = 512
 """The first pages of an example, which are asked about."""
 _MAX_EXAMPLE_BYTES = 16_384
+_Example: TypeAlias = tuple[Decision | bytes, int | None]
+"""A decision, or the record of its reservation, and what the engine reused."""
 
 
 class DecisionWindow:
@@ -44,43 +46,83 @@ class DecisionWindow:
     def __init__(self) -> None:
         self._all: dict[int, list[int]] = {}
         self._finished: dict[int, list[int]] = {}
-        self._waiting: OrderedDict[str, Placed] = OrderedDict()
-        self._waiting_bytes = 0
-        self._recent: deque[tuple[Placed, int | None]] = deque(maxlen=_SHOWN)  # with what the engine reused
+        self._waiting: OrderedDict[str, Decision] = OrderedDict()
+        self._unread: deque[Choices] = deque()  # that wait, too: their names matter once an outcome is reported
+        self._num_waiting = self._waiting_bytes = 0
+        self._recent: deque[tuple[Decision, int | None]] = deque(maxlen=_SHOWN)  # with what the engine reused
         self._early: OrderedDict[str, int] = OrderedDict()  # outcomes that came before their decision
         self._losing: dict[int, dict[tuple[str, str], list[int]]] = {}  # minute -> key -> requests and tokens
-        self._examples: OrderedDict[tuple[str, str], tuple[Placed, int | None]] = OrderedDict()  # newest last
+        self._examples: OrderedDict[tuple[str, str], _Example] = OrderedDict()  # newest last
 
     def take(self, record: DecisionRecord) -> None:
         """Count a decision, or finish it with its outcome."""
-        if isinstance(record, Decision):
-            self.decide([Placed.of(record)])
-        else:
+        self._read()
+        if isinstance(record, Outcome):
             self._finish(record.request_id, record.cached_tokens)
+        elif record.request_id.removesuffix(AT_PREFILL) not in self._waiting:
+            # not reported twice, nor counted with the worker that goes on with it
+            _add(self._all, record.timestamp, _sums(record))
+            lost = _best(record) - (record.predicted_tokens or 0)
+            if lost > 0 and record.predicted_tokens is not None:
+                example = _shortened(record), None
+                self._lose("choice", record.worker, (1, lost), example, record.timestamp)
+            self._wait(record)
+            self._trim()
 
-    def decide(self, choices: Iterable[Placed]) -> None:
-        """Count choices."""
-        for placed in choices:
-            name = placed.request_id
-            if name.removesuffix(AT_PREFILL) in self._waiting:
-                continue  # reported twice, or counted with the worker that goes on with it
-            _add(self._all, placed)
-            if placed.best_tokens is not None and placed.predicted_tokens is not None:
-                self._lose("choice", placed.best_tokens - placed.predicted_tokens, placed)
-            self._recent.append((_shortened(placed), None))
-            self._waiting[name] = placed
-            self._waiting_bytes += _num_bytes(placed)
-            if self._early and (early := self._early.pop(name, None)) is not None:
-                self._finish(name, early)
+    def decide_all(self, choices: Choices) -> None:
+        """Count choices that were made at once."""
+        _add(self._all, choices.timestamp, choices.sums)
+        for worker, requests, tokens, number in choices.lost:
+            found = choices.record(number)
+            example = found if len(found) <= _MAX_EXAMPLE_BYTES else _shortened(_decision(found))
+            self._lose("choice", worker, (requests, tokens), (example, None), choices.timestamp)
+        self._unread.append(choices)
+        self._num_waiting += len(choices.ends)
+        self._waiting_bytes += _num_bytes(choices)
+        if self._finished or self._early:
+            self._read()
+        self._trim()
+
+    def _read(self) -> None:
+        """Let each of the choices wait that came together."""
+        while self._unread:
+            choices = self._unread.popleft()
+            self._num_waiting -= len(choices.ends)
+            self._waiting_bytes -= _num_bytes(choices)
+            for number in range(len(choices.ends)):
+                self._wait(_decision(choices.record(number)))
+
+    def _wait(self, decision: Decision) -> None:
+        name = decision.request_id
+        self._recent.append((_shortened(decision), None))
+        if (replaced := self._waiting.pop(name, None)) is not None:
+            self._forget(replaced)
+        self._waiting[name] = decision
+        self._num_waiting += 1
+        self._waiting_bytes += _num_bytes(decision)
+        if self._early and (early := self._early.pop(name, None)) is not None:
+            self._finish(name, early)
+
+    def _forget(self, decision: Decision) -> None:
+        self._num_waiting -= 1
+        self._waiting_bytes -= _num_bytes(decision)
+
+    def _trim(self) -> None:
+        """Forget those that have waited for the longest time, if there are too many."""
         most = _MAX_WAITING if self._finished or self._early else _MAX_UNANSWERED
-        while len(self._waiting) > most or self._waiting_bytes > _MAX_WAITING_BYTES:
-            self._waiting_bytes -= _num_bytes(self._waiting.popitem(last=False)[1])
+        while self._num_waiting > most or self._waiting_bytes > _MAX_WAITING_BYTES:
+            if self._waiting:
+                self._forget(self._waiting.popitem(last=False)[1])
+            else:
+                dropped = self._unread.popleft()
+                self._num_waiting -= len(dropped.ends)
+                self._waiting_bytes -= _num_bytes(dropped)
 
     def report(self, now: float, range_s: float = WINDOW_S) -> DecisionFunnel:
         """Return the funnel of the hour before `now`, in seconds since 1970. range_s: of the curve."""
         everything, finished = (_curve(each, now, WINDOW_S, WINDOW_S)[0] for each in (self._all, self._finished))
         step_s = float(max(_BUCKET_S, round(range_s / _STEPS / _BUCKET_S) * _BUCKET_S))
-        recent = [_seen(*each) for each in self._recent if each[0].timestamp > now - WINDOW_S]
+        recent = [_seen(*each) for each in self._newest() if each[0].timestamp > now - WINDOW_S]
         return DecisionFunnel(
             time=now,
             window_s=WINDOW_S,
@@ -101,70 +143,84 @@ class DecisionWindow:
                 sums[key][1] += tokens
         known = {key: lost for key, lost in sums.items() if key in self._examples}
         largest = sorted(known.items(), key=lambda item: -item[1][1])[:_MAX_LOSSES]
-        losses = [_loss(*key, requests, tokens, *self._examples[key]) for key, (requests, tokens) in largest]
+        losses = [_loss(*key, requests, tokens, self._examples[key]) for key, (requests, tokens) in largest]
         causes: Counter[str] = Counter()
         for (cause, _), (_, tokens) in sums.items():
             causes[cause] += tokens
         return {"lost": dict(causes), "losses": losses}
 
-    def _lose(self, cause: str, tokens: int, placed: Placed, cached_tokens: int | None = None) -> None:
-        if tokens <= 0:
-            return
-        key, minutes = (cause, placed.worker), self._losing
-        losing = minutes.setdefault(int(placed.timestamp // _BUCKET_S), {})
+    def _newest(self) -> list[tuple[Decision, int | None]]:
+        """Return the decisions that are shown, with what the engines reused."""
+        unread = list[tuple[Decision, int | None]]()
+        for choices in reversed(self._unread):
+            for number in range(len(choices.ends) - 1, -1, -1):
+                unread.append((_decision(choices.record(number)), None))
+            if len(unread) >= _SHOWN:
+                break
+        return [*self._recent, *reversed(unread)][-_SHOWN:]
+
+    def _lose(self, cause: str, worker: str, lost: tuple[int, int], example: _Example, at: float) -> None:
+        """Count requests that lost tokens. lost: how many requests and tokens. at: seconds since 1970."""
+        key, minutes = (cause, worker), self._losing
+        losing = minutes.setdefault(int(at // _BUCKET_S), {})
         while len(minutes) > WINDOW_S // _BUCKET_S + 1:
             del minutes[min(minutes)]
         if key not in losing and len(losing) >= _MAX_LOSING:
             return
-        lost = losing.setdefault(key, [0, 0])
-        lost[0] += 1
-        lost[1] += tokens
-        self._examples[key] = _shortened(placed), cached_tokens
+        sums = losing.setdefault(key, [0, 0])
+        sums[0] += lost[0]
+        sums[1] += lost[1]
+        self._examples[key] = example
         self._examples.move_to_end(key)
         if len(self._examples) > _MAX_LOSING:
             self._examples.popitem(last=False)
 
     def _finish(self, request_id: str, cached_tokens: int) -> None:
-        placed = self._waiting.pop(request_id, None)
-        if placed is None:
+        decision = self._waiting.pop(request_id, None)
+        if decision is None:
             self._early[request_id] = cached_tokens
             if len(self._early) > _MAX_WAITING:
                 self._early.popitem(last=False)
             return
-        self._waiting_bytes -= _num_bytes(placed)
-        _add(self._finished, placed, cached_tokens)
-        self._lose("engine", (placed.predicted_tokens or 0) - cached_tokens, placed, cached_tokens)
+        self._forget(decision)
+        _add(self._finished, decision.timestamp, _sums(decision, cached_tokens))
+        lost = (decision.predicted_tokens or 0) - cached_tokens
+        if lost > 0:
+            example = _shortened(decision), cached_tokens
+            self._lose("engine", decision.worker, (1, lost), example, decision.timestamp)
         for number, (each, _) in enumerate(self._recent):
             if each.request_id == request_id:
                 self._recent[number] = each, cached_tokens
 
 
-def _num_bytes(placed: Placed) -> int:
-    """Return about what a choice takes in memory."""
-    record = placed.record
-    if isinstance(record, bytes):
-        return _DECISION_BYTES + len(record)
-    return _DECISION_BYTES + len(record.sequence_hashes) + _CANDIDATE_BYTES * len(record.candidates)
+def _num_bytes(choice: Decision | Choices) -> int:
+    """Return about what a choice, or what several of them take in memory."""
+    if isinstance(choice, Choices):
+        return _DECISION_BYTES * len(choice.ends) + len(choice.records)
+    return _DECISION_BYTES + len(choice.sequence_hashes) + _CANDIDATE_BYTES * len(choice.candidates)
 
 
-def _shortened(placed: Placed) -> Placed:
-    """Return a choice without most of its pages and candidates, if they take much memory."""
-    if _num_bytes(placed) <= _MAX_EXAMPLE_BYTES:
-        return placed
-    pages = _decision(placed).sequence_hashes[: 8 * _EXAMPLE_PAGES]
-    record = msgspec.structs.replace(_decision(placed), sequence_hashes=pages, candidates=())
-    return msgspec.structs.replace(placed, record=record)
+def _shortened(decision: Decision) -> Decision:
+    """Return a decision without most of its pages and candidates, if they take much memory."""
+    if _num_bytes(decision) <= _MAX_EXAMPLE_BYTES:
+        return decision
+    pages = decision.sequence_hashes[: 8 * _EXAMPLE_PAGES]
+    return msgspec.structs.replace(decision, sequence_hashes=pages, candidates=())
 
 
-def _decision(placed: Placed) -> Decision:
-    record = placed.record
-    found = decode_choice(Channel.RESERVATIONS, record) if isinstance(record, bytes) else record
+def _decision(record: bytes) -> Decision:
+    """Decode the reservation of a choice."""
+    found = decode_choice(Channel.RESERVATIONS, record)
     assert isinstance(found, Decision)
     return found
 
 
-def _seen(placed: Placed, cached_tokens: int | None) -> RecentDecision:
-    decision = _decision(placed)
+def _best(decision: Decision) -> int:
+    """Return what the best candidate held, 0 if there are none."""
+    return max([each.tokens for each in decision.candidates], default=0)
+
+
+def _seen(decision: Decision, cached_tokens: int | None) -> RecentDecision:
     return RecentDecision(
         request_id=decision.request_id,
         time=decision.timestamp,
@@ -173,24 +229,27 @@ def _seen(placed: Placed, cached_tokens: int | None) -> RecentDecision:
         worker=decision.worker,
         dp_rank=decision.dp_rank,
         prompt_tokens=decision.prompt_tokens,
-        best_tokens=placed.best_tokens,
+        best_tokens=_best(decision) if decision.candidates else None,
         predicted_tokens=decision.predicted_tokens,
         cached_tokens=cached_tokens,
     )
 
 
-def _add(buckets: dict[int, list[int]], placed: Placed, cached_tokens: int = 0) -> None:
-    predicted, minute = placed.predicted_tokens or 0, int(placed.timestamp // _BUCKET_S)
+def _sums(decision: Decision, cached_tokens: int = 0) -> tuple[int, ...]:
+    """Return what a decision adds to sums, in the order of `FunnelSums`."""
+    predicted = decision.predicted_tokens or 0
+    return 1, decision.prompt_tokens, max(predicted, _best(decision)), predicted, cached_tokens
+
+
+def _add(buckets: dict[int, list[int]], at: float, added: Sequence[int]) -> None:
+    minute = int(at // _BUCKET_S)
     sums = buckets.get(minute)
     if sums is None:
         sums = buckets[minute] = [0] * len(_FIELDS)
         while len(buckets) > _MAX_BUCKETS:
             del buckets[min(buckets)]
-    sums[0] += 1
-    sums[1] += placed.prompt_tokens
-    sums[2] += max(predicted, placed.best_tokens or 0)
-    sums[3] += predicted
-    sums[4] += cached_tokens
+    for number, value in enumerate(added):
+        sums[number] += value
 
 
 def _curve(buckets: Mapping[int, list[int]], now: float, range_s: float, step_s: float) -> list[FunnelSums]:
@@ -203,9 +262,11 @@ def _curve(buckets: Mapping[int, list[int]], now: float, range_s: float, step_s:
     return [FunnelSums(**dict(zip(_FIELDS, sums, strict=True))) for sums in steps]
 
 
-def _loss(cause: str, worker: str, requests: int, tokens: int, placed: Placed, cached_tokens: int | None) -> Loss:
-    example = _seen(placed, cached_tokens)
-    body = {"model_name": example.model, "routing_group": example.tenant, "worker": worker, "at": example.time}
-    hashes = np.frombuffer(_decision(placed).sequence_hashes[: 8 * _EXAMPLE_PAGES], "<u8").tolist()
+def _loss(cause: str, worker: str, requests: int, tokens: int, example: _Example) -> Loss:
+    found, cached_tokens = example
+    decision = _decision(found) if isinstance(found, bytes) else found
+    body = {"model_name": decision.model, "routing_group": decision.tenant, "worker": worker, "at": decision.timestamp}
+    hashes = np.frombuffer(decision.sequence_hashes[: 8 * _EXAMPLE_PAGES], "<u8").tolist()
     text = msgspec.json.encode({**body, "seq_hashes": hashes}).decode() if hashes else ""
-    return Loss(cause=cause, worker=worker, requests=requests, tokens=tokens, example=example, explain=text)
+    seen = _seen(decision, cached_tokens)
+    return Loss(cause=cause, worker=worker, requests=requests, tokens=tokens, example=seen, explain=text)

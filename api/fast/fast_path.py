@@ -66,8 +66,9 @@ class BodylessRoute(NamedTuple):
     line: BodylessLine
     answer: Callable[..., bytes]
     """Gets the groups of the line. Raises ProblemError, and has changed nothing then."""
-    direct_plan: Callable[[bytes | None], DirectPlan]
-    """Gets the last group. Returns how kernels answer such requests, which differ by their names."""
+    direct_plan: Callable[[bytes | None], DirectPlan | None]
+    """Gets the last group. Returns how kernels answer such requests, which differ by their names, or None if they must
+    not now."""
 
 
 class FastPath:

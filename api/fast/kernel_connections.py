@@ -15,7 +15,7 @@ import ctypes
 import logging
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from api.fast.kernels import connections as kernels
 from api.fast.kernels.head import NUM_FOUND
 from api.fast.kernels.query import Times
-from api.fast.kernels.recognise import NAME, NAME_END, NUM_BORDERS, UNRECOGNISED
+from api.fast.kernels.recognise import NUM_BORDERS, UNRECOGNISED
 from api.fast.templates import RequestTemplate, TemplateTable
 from api.fast.writer import texts
 from kv_events.kernels.bundles import pin
@@ -63,10 +63,8 @@ class DirectPlan(Protocol):
     def answer_bytes(self) -> int:
         """Bound on the size of an answer."""
 
-    def answer_requests(
-        self, sockets: kernels.SocketBuffers, count: int, head_size: int, times: Times, names: Sequence[str]
-    ) -> int:
-        """Answer `count` requests, as the kernel of this name does. names: theirs, empty if they have none."""
+    def answer_requests(self, sockets: kernels.SocketBuffers, count: int, head_size: int, times: Times) -> int:
+        """Answer `count` requests, as the kernel of this name does."""
 
 
 class _Pending(NamedTuple):
@@ -186,9 +184,9 @@ class KernelConnections:
         if plan is None:
             return [self._request(number) for number in members]
         self._prepare(self._owners[self._ready[members[0]]].response_headers(), plan.answer_bytes)
-        names, pending = [self._name(number) for number in members] if template.is_named else [], list[_Pending]()
+        pending = list[_Pending]()
         self._sockets.members[:count] = members
-        if plan.answer_requests(self._pinned, count, self._head_size, self._times(), names) < count:
+        if plan.answer_requests(self._pinned, count, self._head_size, self._times()) < count:
             outcomes = list(zip(members, self._sockets.outcomes[members].tolist(), strict=True))
             pending = [self._request(number) for number, outcome in outcomes if outcome == kernels.RETURNED]
             count -= len(pending)
@@ -200,10 +198,6 @@ class KernelConnections:
     def _request(self, number: int) -> _Pending:
         begin, end, *_ = self._borders[number]
         return _Pending(self._ready[number], data=self._sockets.data[begin:end].tobytes())
-
-    def _name(self, number: int) -> str:
-        borders = self._borders[number]
-        return str(self._sockets.data.data[borders[NAME] : borders[NAME_END]], "ascii")
 
     def _rest(self, number: int) -> _Pending:
         begin, end = self._sockets.rest_borders[number].tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 from weakref import finalize, ref
 
@@ -290,10 +290,8 @@ class Plan(NamedTuple):
             text, start, tokens, hashes, question, self.seeds, self.lookup, self.buffers, self.table, self.layout, times
         )
 
-    def answer_requests(
-        self, sockets: SocketBuffers, count: int, head_size: int, times: Times, _names: Sequence[str]
-    ) -> int:
-        """Call the kernel of this name. Queries have no names."""
+    def answer_requests(self, sockets: SocketBuffers, count: int, head_size: int, times: Times) -> int:
+        """Call the kernel of this name."""
         sizes = (count, head_size, self.answer_bytes)
         return answer_requests(
             sockets, sizes, self.numbers, self.seeds, self.lookup, self.buffers, self.table, self.layout, times

@@ -1,9 +1,10 @@
-"""Selections over direct connections: a kernel chooses and answers as `routes` and `answers` do."""
+"""Direct connections of routers: kernels choose, book and answer as `routes`, `answers` and `reservations` do."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,16 +18,16 @@ from api.fast.kernels.query import Times
 from api.fast.kernels.recognise import MAX_NAME_BYTES
 from api.fast.writer import Plan, texts
 from api.selection.answers import worker_name
-from api.selection.kernels.record import RecordTexts
+from api.selection.kernels.follow import StepTable, follow_requests
+from api.selection.kernels.record import NUM_RECORDS, Choices, RecordTexts, make_choices
 from api.selection.kernels.select import MOST_EXPLAINED, SelectionTable, select_requests
 from indexer.namespaces import Namespace
 from kv_events.http.selection import Overlap, Selection, WeighedCandidate
 from kv_events.kernels.bundles import BoolVector, U8Vector, pin
 from kv_events.limits import MAX_REQUEST_ID_BYTES
-from kv_events.reservations import reserved_opening
+from kv_events.reservations import AT_PREFILL, RELEASED, STEPS, record_openings
 from kv_events.streams import StreamId
 from selection.book import Book
-from selection.kernels.booked import Bookings, make_bookings
 from selection.policies import LEAST_WORK, next_turns
 from selection.roster import Roster
 from selection.selector import MOST_SHOWN, Selector
@@ -41,6 +42,7 @@ _OVERLAP = Overlap(longest_matched=_GAP, gpu=_GAP, dp={_GAP: _GAP}, cpu=_GAP, di
 _BEGIN, _BEGIN_COST, _LAST = b',"overlap":{', b',"cost":', b"]}"  # in a JSON string, the quotes would be escaped
 MOST_CHOICES, MOST_HASHES, _HASH_BYTES = MOST_AT_ONCE, 2**13, 21
 """Bounds on what is booked in one call of the kernel. A longer prompt is booked in Python."""
+_STEP_ANSWER_BYTES = 2**10
 
 
 _OPENINGS = b'","sequence_hashes":[', b'],"isl_tokens":', b',"track_prefill_tokens":true,'
@@ -51,7 +53,7 @@ class DirectTable(NamedTuple):
     """What answers say about a roster."""
 
     pinned: SelectionTable
-    bookings: Bookings
+    choices: Choices
     """Those of the table."""
     answer_bytes: int
     """Bound on the size of an answer."""
@@ -65,39 +67,31 @@ class SelectionPlan(NamedTuple):
     table: DirectTable
     name: int
     """Number of the first reservation."""
-    moments: tuple[float, float]
-    """Now, and until when the pages of a reservation count as held."""
+    moments: tuple[float, float, float]
+    """Now, until when the pages of a reservation count as held, and the time-to-live of reservations."""
     session: U8Vector
     """That of the requests, as msgpack, and `MARGIN` bytes."""
     is_allowed: BoolVector
     """Of the roster. All are True between calls."""
     allowed: BoolVector | None
     """Which ranks may be chosen. None: all."""
-    are_taken: Callable[[Sequence[str]], list[bool]]
-    """Returns whether another reservation, or an earlier request, has each name."""
-    note: Callable[[Sequence[str], int], None]
-    """Called when choices have been booked: names of the requests, empty if they have none, and how many there are."""
+    note: Callable[[], None]
+    """Called when choices have been booked."""
 
-    def answer_requests(
-        self, sockets: SocketBuffers, count: int, head_size: int, times: Times, names: Sequence[str]
-    ) -> int:
+    def answer_requests(self, sockets: SocketBuffers, count: int, head_size: int, times: Times) -> int:
         """Call `select_requests`."""
-        found, sizes, is_taken = self.found, (count, head_size, self.answer_bytes), self.table.bookings.is_taken
+        found, sizes = self.found, (count, head_size, self.answer_bytes, MOST_HASHES)
         query = found.numbers, found.seeds, found.lookup, found.buffers, found.table, found.layout, times
         choice = self.scale, next_turns(count), self.name, *self.moments
-        if names:
-            is_taken[:count] = self.are_taken(names)
         if self.allowed is not None:
             self.is_allowed[:] = self.allowed
         try:
             answered = select_requests(sockets, sizes, *query, self.table.pinned, choice, self.session)
         finally:
-            if names:
-                is_taken[:count] = False
             if self.allowed is not None:
                 self.is_allowed[:] = True
-        if self.table.bookings.made[0]:
-            self.note(names, count)
+        if self.table.choices.made[NUM_RECORDS]:
+            self.note()
         return answered
 
     @property
@@ -106,16 +100,61 @@ class SelectionPlan(NamedTuple):
         return self.table.answer_bytes
 
 
+class DirectSteps(NamedTuple):
+    """What records of the steps of a replica have in common, and room for those of one call."""
+
+    table: StepTable
+    pinned: StepTable
+
+
+class StepPlan(NamedTuple):
+    """How requests are answered that say the same of different reservations."""
+
+    book: Book
+    steps: DirectSteps
+    step: str
+    now: float
+    """In seconds since 1970."""
+    put: Callable[[Mapping[str, int], bytes], None]
+    """Gets the records, see `WriteQueue.put_joined`."""
+
+    @property
+    def answer_bytes(self) -> int:
+        """Room for all answers of a pass, with their heads: each step is noted before it is answered."""
+        return MOST_AT_ONCE * _STEP_ANSWER_BYTES
+
+    def answer_requests(self, sockets: SocketBuffers, count: int, head_size: int, _times: Times) -> int:
+        """Call `follow_requests`."""
+        step, (table, pinned), times = STEPS.index(self.step), self.steps, (self.now, self.book.ttl_s)
+        answered = follow_requests(sockets, count, head_size, self.book.pinned, pinned, step, times)
+        num_steps, num_prefills, num_bytes = table.made.tolist()
+        if num_steps:
+            kinds = Counter({self.step: num_steps}) + Counter({RELEASED: num_prefills})
+            self.put(kinds, table.records[:num_bytes].tobytes())
+        return answered
+
+
+def direct_steps(replica: str, answer: bytes) -> DirectSteps:
+    """Return what is needed for the steps that a replica notes. answer: to each of the requests."""
+    packed = msgspec.msgpack.encode
+    _, opening = record_openings(replica)
+    pieces = opening, *(packed(step) + packed(None) for step in STEPS), AT_PREFILL.encode()
+    most_bytes = 2 * MOST_AT_ONCE * (len(opening) + MAX_REQUEST_ID_BYTES + _BYTES_PER_RECORD)
+    rooms = np.zeros(3, np.int64), np.zeros(most_bytes, np.uint8), np.zeros(MAX_REQUEST_ID_BYTES, np.uint8)
+    table = StepTable(texts(pieces), *rooms, np.frombuffer(bytearray(answer), np.uint8))
+    return DirectSteps(table, pin(table))
+
+
 def direct_table(
     roster: Roster, book: Book, namespace: Namespace, selector: Selector | None, *, is_explained: bool
 ) -> DirectTable:
     """Return what answers say about a roster. selector: names reservations. None: nothing is booked."""
     (model, tenant, block_size), beginnings, pieces = namespace.key, list[bytes](), list[bytes]()
-    openings, opening, bookings, record = list[bytes](), b"{", make_bookings(0, 0, 0), _NO_RECORD
+    openings, opening, choices, record = list[bytes](), b"{", make_choices(0, 0, 0), _NO_RECORD
     if selector is not None:
         *openings, opening = b'{"selection_id":"', *_OPENINGS
         record = _record_texts(roster, namespace, selector)
-        bookings = make_bookings(MOST_CHOICES, MOST_HASHES, _num_bytes(record))
+        choices = make_choices(MOST_CHOICES, _num_bytes(record), MAX_REQUEST_ID_BYTES)
     for rank, endpoint in zip(roster.ranks, roster.endpoints, strict=True):
         answer = Selection(
             model_name=model,
@@ -137,13 +176,14 @@ def direct_table(
     if explained:
         pieces = [*pieces[:-1], pieces[-1].removesuffix(_LAST), *explained[0][1:], _LAST]
     most_bytes = len(b"".join(openings + pieces)) + max(map(len, beginnings), default=0)
-    most_bytes += _BYTES_PER_RANK * (4 + len(beginnings)) + _HASH_BYTES * len(bookings.hashes) + MAX_NAME_BYTES
+    most_bytes += (
+        _BYTES_PER_RANK * (4 + len(beginnings)) + MAX_NAME_BYTES + (_HASH_BYTES * MOST_HASHES if openings else 0)
+    )
     most_bytes += MOST_EXPLAINED * max((len(b"".join(each)) + 2 * _BYTES_PER_RANK for each in explained), default=0)
     table = SelectionTable(
-        book.pages,
-        book.loads,  # others come with another roster
+        book.columns,
         roster.columns,
-        bookings,
+        choices,
         record,
         texts(openings),
         texts(beginnings),
@@ -152,7 +192,7 @@ def direct_table(
         np.zeros(len(beginnings)),
         np.zeros(most_bytes, np.uint8),
     )
-    return DirectTable(pin(table), bookings, most_bytes)
+    return DirectTable(pin(table), choices, most_bytes)
 
 
 def _candidate_pieces(rank: StreamId) -> list[bytes]:
@@ -180,7 +220,7 @@ def _record_texts(roster: Roster, namespace: Namespace, selector: Selector) -> R
     packed = msgspec.msgpack.encode
     scope = b"".join(map(packed, namespace.key))
     ranks = [packed(rank.worker) + packed(rank.dp_rank) for rank in roster.ranks]
-    pieces = reserved_opening(selector.replica), selector.names.encode(), scope
+    pieces = record_openings(selector.replica)[0], selector.names.encode(), scope
     return RecordTexts(texts(pieces), texts(ranks), np.zeros(min(len(ranks), MOST_SHOWN), np.int32))
 
 

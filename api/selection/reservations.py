@@ -6,9 +6,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from http import HTTPStatus
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,20 +16,18 @@ from starlette.responses import Response
 from api.access.guard import scope_of
 from api.fast.fast_path import BodylessRoute
 from api.fast.heads import BodylessLine
-from api.fast.kernel_connections import MOST_AT_ONCE
-from api.fast.kernels.connections import SocketBuffers, send_same
-from api.fast.kernels.query import Times
 from api.fast.kernels.recognise import NAME_IN_LINE
 from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import Body, BodyFormat, LargeBodies, decode_as, format_of
 from api.queries.routes import RawEndpoint, json_response, read_body
 from api.selection.answers import load_of, loads_of, worker_name
-from api.selection.direct import MOST_CHOICES, MOST_HASHES
+from api.selection.direct import StepPlan, direct_steps
+from api.selection.kernels.record import Choices as BookedChoices
 from api.selection.requests import Prompt, decoded
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
-from kv_events.decisions import VERSION, Decision, Placed, check_text
+from kv_events.decisions import VERSION, Choices, Decision, check_text
 from kv_events.errors import InvalidValueError
 from kv_events.http.selection import Done, ModelLoads, OutputBlock, Reservation, ReserveRequest
 from kv_events.limits import MAX_OUTPUT_BLOCKS, MAX_PAGES_PER_DECISION, MAX_REQUEST_ID_BYTES
@@ -39,7 +35,6 @@ from kv_events.reservations import AT_PREFILL, OUTPUT_BLOCK, PREFILL_COMPLETE, R
 from kv_events.streams import StreamId
 from selection.book import BookFullError
 from selection.exchange import ReservationExchange
-from selection.kernels.booked import Bookings
 from selection.roster import Rosters
 
 _PENDING_S, _MAX_PENDING, _MAX_PENDING_PAGES = 120.0, 4096, 2**22
@@ -51,8 +46,6 @@ _STEP = re.compile(
 )
 """First line of a request that says how a reservation goes on. Ids with other characters are left to FastAPI."""
 _DONE = msgspec.json.encode(Done())
-_DONE_TEXT = np.frombuffer(bytearray(_DONE), np.uint8)
-_STEP_ANSWER_BYTES = 2**10
 _DOTS = (".", "..")
 
 
@@ -76,6 +69,7 @@ class Reservations:
         self._max_body_bytes = max_body_bytes
         self.in_thread = LargeBodies().in_thread
         """For bodies of the selection service."""
+        self._steps = direct_steps(exchange.replica, _DONE)
         self._pending_pages = 0
         self._pending: OrderedDict[tuple[str, str, str], tuple[float, list[Reserved]]] = OrderedDict()
 
@@ -97,14 +91,6 @@ class Reservations:
     def _check_ready(self) -> None:
         if why := self._exchange.why_not_ready():
             raise ProblemError(503, ProblemKind.UNAVAILABLE, why, retry_after_s=1)
-
-    def are_taken(self, names: Sequence[str]) -> list[bool]:
-        """Return whether each name is that of a reservation, or of an earlier request, or cannot be one."""
-        earlier, found = set[str](), list[bool]()
-        for name in names:
-            found.append(name in earlier or name in self.book or _is_no_id(name))
-            earlier.add(name)
-        return found
 
     def check_new(self, reservation_id: str) -> None:
         """Check that an id is not in use. Raises ProblemError (409)."""
@@ -130,32 +116,20 @@ class Reservations:
                 raise ProblemError(503, ProblemKind.OVERLOADED, str(error), retry_after_s=1) from None
             self._exchange.put(record)
 
-    def number_ranks(self, namespace: Namespace, now: float) -> bool:
-        """Give all ranks of a namespace a number. Returns whether there is room for what kernels book in one call."""
-        self.book.expire(now)
-        roster = self._rosters.of(namespace, now)
-        try:
-            self.book.check_room(MOST_CHOICES, MOST_HASHES)
-            for rank in () if roster.is_numbered else roster.ranks:
+    def number(self, ranks: Sequence[StreamId]) -> None:
+        """Give ranks a place in the book, as long as there is room."""
+        with suppress(BookFullError):
+            for rank in ranks:
                 self.book.number(rank)
-        except BookFullError:
-            return False
-        return True
 
-    def note(self, bookings: Bookings, names: Sequence[str], ranks: Sequence[StreamId], now: float) -> None:
-        """Note what a kernel has booked, and send it to other replicas.
-
-        names: those of the reservation of each request. ranks: those of the roster.
-        """
-        begin, start, placed = 0, 0, list[Placed]()
-        hashes, records = bookings.hashes, bookings.records[: bookings.made[2]].tobytes()
-        for numbers in bookings.numbers[: bookings.made[0]].tolist():
-            request, row, tokens, prefill_tokens, held, most_held, place, num_booked, hashes_end, record_end = numbers
-            name, own = names[request], hashes[begin : begin + num_booked].copy()
-            self.book.note_reserved(name, now, place, own, prefill_tokens, now)
-            placed.append(Placed(name, now, ranks[row].worker, tokens, held, most_held, records[start:record_end]))
-            begin, start = hashes_end, record_end
-        self._exchange.put_placed(placed)  # if this fails, all are in the book, and expire
+    def note(self, choices: BookedChoices, ranks: Sequence[StreamId], now: float) -> int:
+        """Send what a kernel has booked to other replicas. Returns how many choices there are. ranks: of the roster."""
+        count, _, num_bytes, num_lost, tokens, best, held = choices.made.tolist()
+        lost = [(ranks[row].worker, *numbers) for row, *numbers in choices.lost[:num_lost].tolist()]
+        records = choices.records[:num_bytes].tobytes()
+        sums, ends = (count, tokens, best, held), choices.ends[:count].tolist()
+        self._exchange.put_choices(Choices(now, sums, lost, ends, records))
+        return int(count)
 
     def keep_pending(self, records: list[Reserved], now: float) -> None:
         """Keep a choice for the caller, who may reserve it within two minutes."""
@@ -235,27 +209,16 @@ class Reservations:
     def bodyless_route(self) -> BodylessRoute:
         """Return how steps without a body are answered in the fast path, as the routes of `router` do."""
         line = BodylessLine(_STEP, scope_of("DELETE", "/reservations/x"))
-        return BodylessRoute(line, self._answer_step, lambda step: StepPlan(partial(self._follow, _step_of(step))))
+        return BodylessRoute(line, self._answer_step, self._plan_steps)
 
     def _answer_step(self, released: bytes | None, going_on: bytes | None, step: bytes | None) -> bytes:
         self._progress((released or going_on or b"").decode(), _step_of(step))
         return _DONE
 
-    def _follow(self, step: str, names: Sequence[str]) -> list[bool]:
-        """Note a step of some reservations. Returns whether each one was known.
-
-        Raises ProblemError, and has changed nothing then.
-        """
-        self._check_ready()
-        now, done, records = self._served.now(), list[bool](), list[Progressed]()
-        try:
-            for name in names:
-                found = self._apply(name, step, now)
-                done.append(bool(found))
-                records += found
-        finally:
-            self._exchange.put(*records)
-        return done
+    def _plan_steps(self, step: bytes | None) -> StepPlan | None:
+        if self._exchange.why_not_ready():
+            return None  # FastAPI's route reports it
+        return StepPlan(self.book, self._steps, _step_of(step), self._served.now(), self._exchange.put_joined)
 
     def router(self) -> APIRouter:
         """Return the routes whose paths have parameters."""
@@ -303,7 +266,7 @@ class Reservations:
         self.book.expire(now)
         roster = self._rosters.of(namespace, now)
         places = roster.columns.places
-        columns = [np.where(places >= 0, each[places], 0) for each in self.book.loads]
+        columns = [np.where(places >= 0, each[places], 0) for each in self.book.columns.loads]
         loads = loads_of(roster, range(len(places)), *columns)
         others = {view.stream for view in namespace.views.values()}.difference(roster.ranks)  # such as draining ones
         loads += [load_of(rank, self.book.booked(rank)) for rank in sorted(others)]
@@ -325,9 +288,7 @@ class Reservations:
         self, reservation_id: str, step: str, now: float, decay_fraction: float | None = None
     ) -> list[Progressed]:
         """Note how a reservation goes on. Returns the records of what has changed: none if it is unknown."""
-        known = self.book.get(reservation_id)
-        blocks = known.output_blocks + 1 if known is not None and step == OUTPUT_BLOCK else 0
-        blocks = min(blocks, MAX_OUTPUT_BLOCKS)
+        blocks = min(self.book.output_blocks(reservation_id) + 1, MAX_OUTPUT_BLOCKS) if step == OUTPUT_BLOCK else 0
         record = Progressed(VERSION, self._exchange.replica, reservation_id, now, step, decay_fraction, blocks)
         if not self.book.apply(record, now):
             return []
@@ -337,36 +298,11 @@ class Reservations:
         return records
 
 
-class StepPlan(NamedTuple):
-    """How requests over direct connections are answered that say the same of different reservations."""
-
-    follow: Callable[[Sequence[str]], list[bool]]
-    """Notes the step of the reservations with these names. See `Reservations._follow`."""
-
-    @property
-    def answer_bytes(self) -> int:
-        """Room for all answers of a pass, with their heads: the steps are noted before they are answered."""
-        return MOST_AT_ONCE * _STEP_ANSWER_BYTES
-
-    def answer_requests(
-        self, sockets: SocketBuffers, count: int, head_size: int, _times: Times, names: Sequence[str]
-    ) -> int:
-        """Call `send_same`."""
-        is_done = np.zeros(count, np.bool_)
-        with suppress(ProblemError):  # FastAPI's route reports it
-            is_done[:] = self.follow(names)
-        return send_same(sockets, count, head_size, is_done, _DONE_TEXT)
-
-
 def check_id(selection_id: str) -> None:
     """Check that paths can name a reservation, which is not the prefill of another one. Raises ProblemError."""
-    if _is_no_id(selection_id):
+    if "\n" in selection_id or selection_id in _DOTS or selection_id.endswith(AT_PREFILL):
         expected = f"a text without line feeds that is not . or .. and does not end with {AT_PREFILL}"
         raise ProblemError.of_value(InvalidValueError("selection_id", selection_id, expected))
-
-
-def _is_no_id(selection_id: str) -> bool:
-    return "\n" in selection_id or selection_id in _DOTS or selection_id.endswith(AT_PREFILL)
 
 
 def _step_of(text: bytes | None) -> str:

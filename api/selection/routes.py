@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -21,7 +20,7 @@ from api.queries.body_formats import JSON, Body, BodyFormat, decode_as
 from api.queries.routes import Handler, RawEndpoint, check_connected, json_response
 from api.queries.text import has_text
 from api.selection.answers import loads_of, overlaps_of, selection_of
-from api.selection.direct import DirectTable, SelectionPlan, direct_table, session_text
+from api.selection.direct import SelectionPlan, direct_table, session_text
 from api.selection.requests import Prompt, Render, decoded, decoded_text, question_of, rendered_prompt
 from api.selection.reservations import Reservations, check_id
 from api.view_source import ViewSource
@@ -30,7 +29,7 @@ from kv_events.http.selection import Selection, SelectRequest
 from kv_events.limits import MAX_REQUEST_ID_BYTES
 from selection.exchange import ReservationExchange
 from selection.policies import create_policy
-from selection.roster import Directory, Found, Roster, Rosters, Weighed
+from selection.roster import Directory, Found, Rosters, Weighed
 from selection.selector import NoCandidateError, Selector, session_of
 from selection.settings import SelectionSettings
 
@@ -62,12 +61,13 @@ class SelectionRoutes:
         self.exchange = exchange
         self.reservations = Reservations(served, rosters, exchange, is_ready, max_body_bytes)
         self._served = served
-        self._selector = Selector(rosters, partial(create_policy, settings.policy), exchange.replica)
+        self._selector = Selector(
+            rosters, partial(create_policy, settings.policy), exchange.replica, exchange.book.__contains__
+        )
         self._render = render
         self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._writer = AnswerWriter()
-        self._tables: WeakKeyDictionary[Roster, dict[tuple[bool, bool], DirectTable]] = WeakKeyDictionary()
 
     def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""
@@ -107,29 +107,30 @@ class SelectionRoutes:
         if not is_plain or request.sources or len(session.encode()) > MAX_REQUEST_ID_BYTES:
             return None
         namespace, now, selector = self._namespace(request), self._served.now(), self._selector
-        if is_reserving and not self.reservations.number_ranks(namespace, now):
-            return None
         work = selector.work(request, namespace, now)
+        if is_reserving and work is not None and not work[0].is_numbered:
+            self.reservations.number(work[0].ranks)
+            work = selector.work(request, namespace, now)
         if work is None or (is_reserving and not work[0].is_numbered):
             return None
         roster, scale = work
-        tables = self._tables.setdefault(roster, {})
-        kind, books = (is_reserving, request.explain), selector if is_reserving else None
-        if kind not in tables:
-            tables[kind] = direct_table(roster, self.reservations.book, namespace, books, is_explained=request.explain)
-        table, found = tables[kind], self._writer.plan(question_of(request, "token_ids"), namespace)
+        kind, book = (is_reserving, request.explain), self.reservations.book
+        if kind not in roster.kept:
+            books = selector if is_reserving else None
+            roster.kept[kind] = direct_table(roster, book, namespace, books, is_explained=request.explain)
+        table, found = roster.kept[kind], self._writer.plan(question_of(request, "token_ids"), namespace)
 
-        def note(names: Sequence[str], count: int) -> None:
-            names = names or list(selector.take_names(count))
-            self.reservations.note(table.bookings, names, roster.ranks, now)
+        def note() -> None:
+            count = self.reservations.note(table.choices, roster.ranks, now)
+            selector.num_named += 0 if request.selection_id else count
 
-        moments, first_name = (now, self.reservations.book.predicted_until(now)), selector.num_named + 1
+        moments, first_name = (now, book.held_until(now), book.ttl_s), selector.num_named + 1
         allowed = None
         if request.allowed_worker_ids is not None:
             given = set(map(str, request.allowed_worker_ids))
             allowed = np.array([rank.worker in given for rank in roster.ranks], np.bool_)
         choice = scale, table, first_name, moments, session_text(session), roster.columns.is_allowed, allowed
-        return SelectionPlan(found, *choice, self.reservations.are_taken, note)
+        return SelectionPlan(found, *choice, note)
 
     async def _select(self, body: Body, body_format: BodyFormat, *, is_reserving: bool) -> Response:
         request, namespace, found = await self._asked(body, body_format)

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 from zlib import crc32
 
@@ -14,7 +15,7 @@ from kv_events.kafka.settings import KafkaSettings
 from kv_events.kafka.topics import inspect_topics
 from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.records import LogRecord
-from kv_events.reservations import MAX_JOINED
+from kv_events.reservations import MAX_JOINED, decode_reservation, join, num_records, reservation_id, singles
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +27,12 @@ _JOINED_BYTES = 2**18
 class TopicWriter:
     """Records with the same key are in one partition, and keep their order."""
 
-    def __init__(
-        self, settings: KafkaSettings, topic: str, join: Callable[[Sequence[bytes]], bytes] | None = None
-    ) -> None:
-        """join: see `Contents`. Raises InvalidValueError for settings without a broker, or for a file that cannot be
-        used.
+    def __init__(self, settings: KafkaSettings, topic: str, *, are_joined: bool = False) -> None:
+        """are_joined: see `Contents`. Raises InvalidValueError for settings without a broker, or for a file that cannot
+        be used.
         """
         self._topic = topic
-        self._join = join
+        self._are_joined = are_joined
         self._settings = settings
         self._connection = KafkaConnection(settings)
         self._producer: Any = None
@@ -54,7 +53,7 @@ class TopicWriter:
         """Send whole batches: to send single records takes aiokafka several times as long."""
         num_partitions, sent = len(await self._producer.partitions_for(self._topic)), []
         parts: defaultdict[int, list[LogRecord]] = defaultdict(list)
-        for record in records:
+        for record in chain.from_iterable(map(_split, records)) if num_partitions > 1 else records:
             parts[crc32(record.key) % num_partitions].append(record)
         for partition, own in parts.items():
             batch = self._producer.create_batch()
@@ -69,19 +68,18 @@ class TopicWriter:
 
     def _joined(self, records: Iterable[LogRecord]) -> Iterator[tuple[bytes, bytes]]:
         """Yield key and payload of each record of the topic."""
-        waiting, key, num_bytes = list[bytes](), b"", 0
+        waiting, key, num_waiting, num_bytes = list[bytes](), b"", 0, 0
         for record in records:
-            num_bytes += len(record.payload)
-            if waiting and (self._join is None or num_bytes > _JOINED_BYTES or len(waiting) == MAX_JOINED):
-                yield key, self._one(waiting)
-                waiting, num_bytes = [], len(record.payload)
+            count, size = num_records(record.payload), len(record.payload)
+            is_full = num_waiting + count > MAX_JOINED or num_bytes + size > _JOINED_BYTES
+            if waiting and (is_full or not self._are_joined):
+                yield key, _one(waiting)
+                waiting, num_waiting, num_bytes = [], 0, 0
             key = key if waiting else record.key
+            num_waiting, num_bytes = num_waiting + count, num_bytes + size
             waiting.append(record.payload)
         if waiting:
-            yield key, self._one(waiting)
-
-    def _one(self, payloads: Sequence[bytes]) -> bytes:
-        return payloads[0] if self._join is None or len(payloads) == 1 else self._join(payloads)
+            yield key, _one(waiting)
 
     async def stop(self) -> None:
         producer, self._producer = self._producer, None
@@ -95,3 +93,16 @@ class TopicWriter:
         producer = self._connection.producer(enable_idempotence=True, acks="all", max_batch_size=MAX_RECORD_BYTES)
         await start_client(producer)
         self._producer = producer
+
+
+def _one(payloads: Sequence[bytes]) -> bytes:
+    return payloads[0] if len(payloads) == 1 else join(payloads)
+
+
+def _split(record: LogRecord) -> Iterable[LogRecord]:
+    """Return the records in one of the log, each with its own key."""
+    payloads = singles(record.payload)
+    if payloads == [record.payload]:
+        return [record]
+    ids = [reservation_id(decode_reservation(each)) for each in payloads]
+    return [record._replace(key=key.encode(), payload=each) for key, each in zip(ids, payloads, strict=True)]

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -15,7 +15,7 @@ from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.errors import KvsightError
 from kv_events.log.event_log import SEGMENT_BYTES, EventLogWriter, LogRetention, WriterThread
 from kv_events.records import Channel, LogRecord
-from kv_events.reservations import RESERVATIONS_FOLDER, STEPS, join
+from kv_events.reservations import RESERVATIONS_FOLDER, STEPS, joined
 from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import Backoff, cancel, keep_running
 
@@ -44,12 +44,12 @@ class Contents(NamedTuple):
     """In log lines and metrics, and of the folder inside that of the event log to which the records belong."""
     kinds: tuple[str, ...]
     """Kinds of its records."""
-    join: Callable[[Sequence[bytes]], bytes] | None = None
-    """Makes one record of several. None: a topic has each one for itself."""
+    are_joined: bool = False
+    """Whether one record of a topic may contain several, see `kv_events.reservations.joined`."""
 
 
 DECISIONS = Contents(Channel.DECISIONS, DECISIONS_FOLDER, ("decision", "outcome"))
-RESERVATIONS = Contents(Channel.RESERVATIONS, RESERVATIONS_FOLDER, ("reserved", *STEPS), join)
+RESERVATIONS = Contents(Channel.RESERVATIONS, RESERVATIONS_FOLDER, ("reserved", *STEPS), are_joined=True)
 
 
 Write: TypeAlias = Callable[[Sequence[LogRecord]], Awaitable[None]]
@@ -91,7 +91,7 @@ class WriteQueue:
         self._write = write
         self._stop = stop
         self._max_bytes = max_queued_bytes
-        self._queue: deque[tuple[list[LogRecord], int]] = deque()  # that came together, and their memory
+        self._queue: deque[tuple[list[LogRecord], int, int]] = deque()  # that came together, number and memory
         self.num_queued = 0
         """Records that wait."""
         self._queued_bytes = 0
@@ -110,22 +110,36 @@ class WriteQueue:
         """
         if not records:
             return None
+        kinds = Counter(kind for kind, _, _ in records)
+        return self._put(kinds, [(key, payload) for _, key, payload in records])
+
+    def put_joined(self, kinds: Mapping[str, int], key: str, records: bytes) -> str | None:
+        """Queue encoded records, which follow each other, as one. See `put`. kinds: kind -> number of its records.
+
+        key: for a topic with one partition. If there are more, each record goes to its own.
+        """
+        payload = joined(sum(kinds.values()), records) if self.has_log else b""
+        return self._put(kinds, [(key, payload)])
+
+    def _put(self, kinds: Mapping[str, int], records: Sequence[tuple[str, bytes]]) -> str | None:
+        """kinds: see `put_joined`. records: key and payload."""
+        count = sum(kinds.values())
         if self._write is None:
-            self.dropped[NO_LOG] += len(records)
+            self.dropped[NO_LOG] += count
             return NO_LOG
         offset, now_ms, channel = self.accepted.total(), int(time.time() * 1000), self.contents.channel
         queued = [
             LogRecord(0, offset + number, now_ms, key.encode(), payload, channel)
-            for number, (_, key, payload) in enumerate(records)
+            for number, (key, payload) in enumerate(records)
         ]
         num_bytes = _GROUP_BYTES + sum(record.memory_bytes for record in queued)
         if self._queued_bytes + num_bytes > self._max_bytes:
-            self.dropped[QUEUE_FULL] += len(records)
+            self.dropped[QUEUE_FULL] += count
             return QUEUE_FULL
-        for kind, _, _ in records:
-            self.accepted[kind] += 1
-        self._queue.append((queued, num_bytes))
-        self.num_queued += len(records)
+        for kind, number in kinds.items():
+            self.accepted[kind] += number
+        self._queue.append((queued, count, num_bytes))
+        self.num_queued += count
         self._queued_bytes += num_bytes
         self._arrival.set()
         return None
@@ -158,11 +172,11 @@ class WriteQueue:
             if self.num_queued < _MAX_RECORDS:
                 await asyncio.sleep(due - time.monotonic())
             due = time.monotonic() + _GATHER_S
-            batch, num_bytes, num_taken = list[LogRecord](), 0, 0
-            for records, size in islice(self._queue, _MAX_RECORDS):
+            batch, num_records, num_bytes, num_taken = list[LogRecord](), 0, 0, 0
+            for records, count, size in islice(self._queue, _MAX_RECORDS):
                 batch += records
-                num_bytes, num_taken = num_bytes + size, num_taken + 1
-                if len(batch) >= _MAX_RECORDS or num_bytes >= _MAX_BYTES_AT_ONCE:
+                num_records, num_bytes, num_taken = num_records + count, num_bytes + size, num_taken + 1
+                if num_records >= _MAX_RECORDS or num_bytes >= _MAX_BYTES_AT_ONCE:
                     break
             if not batch:
                 self._arrival.clear()
@@ -178,8 +192,8 @@ class WriteQueue:
             for _ in range(num_taken):
                 self._queue.popleft()
             self._queued_bytes -= num_bytes
-            self.num_queued -= len(batch)
-            self.written += len(batch)
+            self.num_queued -= num_records
+            self.written += num_records
 
 
 class FolderWriter:

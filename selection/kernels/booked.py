@@ -1,8 +1,9 @@
 """Kernels of booked pages: those of requests that workers have been given.
 
 A page of a place, which is a number of a worker's rank, has an entry in a hash table. Its key is the page's sequence
-hash, mixed with the place. A booking covers a prompt from its first page on, so what is booked of a prompt, or
-predicted, is always a prefix, and its length is found by binary search.
+hash, mixed with the place. A booking covers a prompt from its first page on. It is known by the entry of its last page,
+as each page knows the one before it. So what is booked of a prompt, or predicted, is always a prefix, and its length is
+found by binary search.
 """
 
 from typing import NamedTuple
@@ -10,30 +11,26 @@ from typing import NamedTuple
 import numpy as np
 
 from kv_events.kernels.arrays import zeros
-from kv_events.kernels.bundles import (
-    BoolVector,
-    F64Vector,
-    I32Vector,
-    I64Matrix,
-    I64Vector,
-    U8Vector,
-    U64Input,
-    U64Vector,
-)
+from kv_events.kernels.bundles import F64Vector, I32Vector, I64Matrix, I64Vector, U64Input
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.numbers import U64, int32, int64, uint64
 from kv_events.kernels.page_table import Table, make_table
 from kv_events.kernels.page_table_ops import find, find_or_insert, remove
 
 _MIX = uint64(0x9E3779B97F4A7C15)
+NO_PAGE = -1
 
 
 class BookedPages(NamedTuple):
     """The pages of all bookings."""
 
     table: Table
+    before: I32Vector
+    """[entries] entry of the page before, or NO_PAGE."""
     references: I32Vector
     """[entries] bookings that have the page."""
+    ended: I32Vector
+    """[entries] bookings that had the page, and whose pages may still count as held."""
     predicted_until: F64Vector
     """[entries] until when the page counts as held, in seconds since 1970."""
 
@@ -48,41 +45,10 @@ class LoadColumns(NamedTuple):
     requests: I64Vector
 
 
-class Bookings(NamedTuple):
-    """Choices that a kernel has booked: room for m of them. m is 0 if choices are not booked."""
-
-    made: I64Vector
-    """[3] number of choices, of their hashes, and of the bytes of their records."""
-    is_taken: BoolVector
-    """[m] whether another reservation has the name of each request. Such a request is not booked."""
-    numbers: I64Matrix
-    """[m, 10] see REQUEST and following."""
-    hashes: U64Vector
-    """Sequence hashes of the prompts, one after the other."""
-    records: U8Vector
-    """Their records, one after the other."""
-
-
-REQUEST, ROW, TOKENS, PREFILL_TOKENS, HELD, MOST_HELD, PLACE, NUM_BOOKED, HASHES_END, RECORD_END = range(10)
-"""Columns of `Bookings.numbers`: index of the request; the chosen row of the roster; tokens of the prompt, those that
-are to be computed, those that the chosen candidate holds on any tier, and those that the best one of the record does;
-the place; the result of `reserve`; the ends of hashes and record."""
-
-
-def make_bookings(num_choices: int, num_hashes: int, num_bytes: int) -> Bookings:
-    """Return room for choices, their hashes, and the bytes of their records."""
-    return Bookings(
-        np.zeros(3, np.int64),
-        np.zeros(num_choices, np.bool_),
-        np.zeros((num_choices, RECORD_END + 1), np.int64),
-        np.zeros(num_hashes, np.uint64),
-        np.zeros(num_bytes, np.uint8),
-    )
-
-
 def make_pages(capacity: int) -> BookedPages:
     """Return room for a number of pages. Reserves address space only."""
-    return BookedPages(make_table(capacity), zeros(capacity + 1, np.int32), zeros(capacity + 1, np.float64))
+    before, references, ended = (zeros(capacity + 1, np.int32) for _ in range(3))
+    return BookedPages(make_table(capacity), before, references, ended, zeros(capacity + 1, np.float64))
 
 
 @inline_helper
@@ -90,69 +56,70 @@ def _key(page: U64, place: int) -> U64:
     return page ^ uint64(place + 1) * _MIX
 
 
-@kernel
-def reserve(pages: BookedPages, loads: LoadColumns, hashes: U64Input, place: int, tokens: int, until: float) -> int:
-    """Add a booking to a place. hashes: uint64[n] of its prompt. tokens: of them, those that are to be computed.
+@helper
+def book_pages(pages: BookedPages, hashes: U64Input, place: int, until: float) -> tuple[int, int]:
+    """Book the pages of a prompt. Returns the entry of the last one, and how many were not booked before.
 
-    until: see `predicted_until`; 0: its pages are not predicted. Returns the number of pages that were booked, fewer
-    than n if the table is full.
+    hashes: uint64[n]. until: see `predicted_until`; 0: the pages are not predicted. No page is booked after one for
+    which there is no room, or which follows on another page elsewhere: no engine gives two prompts one hash.
     """
-    num_booked, num_new = int64(hashes.shape[0]), int64(0)
+    last, num_new = int64(NO_PAGE), int64(0)
     for i in range(hashes.shape[0]):
         entry, is_new = find_or_insert(pages.table, _key(hashes[i], place))
-        if entry < 0:
-            num_booked = int64(i)
-            break
-        if is_new:
-            pages.references[entry] = int32(0)
+        if is_new and entry >= 0:
+            pages.before[entry] = int32(last)
+            pages.references[entry] = pages.ended[entry] = int32(0)
             pages.predicted_until[entry] = 0.0
+        if entry < 0 or pages.before[entry] != last:
+            break
         num_new += pages.references[entry] == 0
         pages.references[entry] += int32(1)
         pages.predicted_until[entry] = max(pages.predicted_until[entry], until)
-    loads.prefill_tokens[place] += tokens
-    loads.decode_blocks[place] += num_new
-    loads.requests[place] += 1
-    return num_booked
+        last = entry
+    return last, num_new
 
 
-@kernel
-def release(
-    pages: BookedPages,
-    loads: LoadColumns,
-    hashes: U64Input,
-    place: int,
-    count: int,
-    tokens: int,
-    blocks: float,
-    now: float,
-) -> None:
-    """Remove `count` bookings, 0 or 1, from a place, and drop pages that are neither booked nor predicted.
+@helper
+def end_pages(pages: BookedPages, last: int, kept: int) -> int:
+    """End a booking. Returns how many of its pages are not booked any more. last: see `book_pages`.
 
-    hashes: uint64[n] of the pages. tokens: those that are still to be computed. blocks: what else counts in
-    `decode_blocks`.
+    kept: 1 if the pages may still count as held, so that `drop_pages` follows, else 0.
     """
-    num_gone = int64(0)
-    for i in range(hashes.shape[0]):
-        entry = find(pages.table, _key(hashes[i], place))
-        if entry >= 0:
-            pages.references[entry] -= int32(count)
-            if pages.references[entry] <= 0:
-                num_gone += count
-                if pages.predicted_until[entry] <= now:
-                    remove(pages.table, entry)
-    loads.prefill_tokens[place] -= tokens
-    loads.decode_blocks[place] -= num_gone + blocks
-    loads.requests[place] -= count
+    entry, num_gone = last, int64(0)
+    while entry != NO_PAGE:
+        before = int64(pages.before[entry])
+        pages.references[entry] -= int32(1)
+        pages.ended[entry] += int32(kept)
+        num_gone += pages.references[entry] == 0
+        _remove_unused(pages, entry)
+        entry = before
+    return num_gone
 
 
-@kernel
-def count_own(pages: BookedPages, hashes: U64Input, place: int) -> int:
-    """Return the number of pages that exactly one booking has."""
-    own = int64(0)
-    for i in range(hashes.shape[0]):
-        entry = find(pages.table, _key(hashes[i], place))
-        if entry >= 0:
-            own += pages.references[entry] == 1
+@helper
+def drop_pages(pages: BookedPages, last: int) -> None:
+    """Forget the pages of a booking that has ended."""
+    entry = last
+    while entry != NO_PAGE:
+        before = int64(pages.before[entry])
+        pages.ended[entry] -= int32(1)
+        _remove_unused(pages, entry)
+        entry = before
+
+
+@inline_helper
+def _remove_unused(pages: BookedPages, entry: int) -> None:
+    if pages.references[entry] == 0 and pages.ended[entry] == 0:
+        remove(pages.table, entry)
+
+
+@helper
+def count_own(pages: BookedPages, last: int) -> int:
+    """Return the number of pages of a booking that no other one has."""
+    own, entry = int64(0), last
+    while entry != NO_PAGE:
+        own += pages.references[entry] == 1
+        entry = int64(pages.before[entry])
     return own
 
 

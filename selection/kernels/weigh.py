@@ -18,7 +18,8 @@ from kv_events.kernels.bundles import (
 from kv_events.kernels.declare import kernel
 from kv_events.kernels.numbers import int32, int64
 from kv_events.schema import NUM_MEDIA
-from selection.kernels.booked import BookedPages, LoadColumns, booked_lengths
+from selection.kernels.booked import booked_lengths
+from selection.kernels.reservations import BookColumns
 
 HOST = 1
 """Column of the host in `RosterColumns.held`."""
@@ -60,12 +61,11 @@ class RosterColumns(NamedTuple):
 
 @kernel
 def weigh(
-    booked: BookedPages,
+    book: BookColumns,
     hashes: U64Input,
     streams: I32Vector,
     pages: U32Matrix,
     roster: RosterColumns,
-    loads: LoadColumns,
     numbers: tuple[int, int, int],
     times: tuple[float, float],
 ) -> int:
@@ -76,7 +76,7 @@ def weigh(
     `Freshness.expired_before`.
     """
     block_size, prompt_blocks, prompt_tokens = numbers
-    booked_lengths(booked, hashes, roster.places, times[0], roster.lengths)
+    booked_lengths(book.pages, hashes, roster.places, times[0], roster.lengths)
     for i in range(streams.shape[0]):
         roster.found[streams[i]] = int32(1)
     count = int64(0)
@@ -99,9 +99,9 @@ def weigh(
         roster.prefill_tokens[count] = int64(0)
         roster.requests[count] = roster.other_requests[row]
         if place >= 0:
-            roster.prefill_tokens[count] = loads.prefill_tokens[place]
-            roster.decode_blocks[count] += int64(np.floor(loads.decode_blocks[place] + 0.5))
-            roster.requests[count] += loads.requests[place]
+            roster.prefill_tokens[count] = book.loads.prefill_tokens[place]
+            roster.decode_blocks[count] += int64(np.floor(book.loads.decode_blocks[place] + 0.5))
+            roster.requests[count] += book.loads.requests[place]
         count += 1
     for i in range(streams.shape[0]):
         roster.found[streams[i]] = int32(0)

@@ -2,28 +2,34 @@
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
 from hypothesis import strategies as st
 
 from api.app import create_app
+from api.decisions.window import DecisionWindow
 from api.server import running_server
 from api.service import LiveService
 from api.settings import ApiSettings
 from indexer.settings import IndexerSettings
 from indexer.writing.queue import RESERVATIONS, WriteQueue
-from kv_events.decisions import Placed
+from kv_events.decisions import Choices, Decision
 from kv_events.reservations import (
     OUTPUT_BLOCK,
     PREFILL_COMPLETE,
     RELEASED,
     Reserved,
     decode_reservation,
+    encode_reservation,
+    joined,
     reservation_id,
+    singles,
 )
 from selection.book import Book
 from selection.exchange import ReservationExchange
@@ -67,6 +73,13 @@ class NotedQueue(WriteQueue):
         self.records: list[Any] = []
         """As plain data, without times and the name of the replica."""
 
+    def put_joined(self, kinds: Mapping[str, int], key: str, records: bytes) -> str | None:
+        found = list(map(decode_reservation, singles(joined(sum(kinds.values()), records))))
+        assert Counter(getattr(each, "step", "reserved") for each in found) == kinds
+        for each in found:
+            self.put((getattr(each, "step", "reserved"), reservation_id(each), encode_reservation(each)))
+        return None
+
     def put(self, *records: tuple[str, str, bytes]) -> str | None:
         for kind, key, payload in records:
             record = decode_reservation(payload)
@@ -76,13 +89,33 @@ class NotedQueue(WriteQueue):
         return None
 
 
-def check_placed(choices: Sequence[Placed]) -> None:
-    """Check that what is counted of choices is what their records say."""
-    for placed in choices:
-        if isinstance(placed.record, bytes):
-            record = decode_reservation(placed.record)
+class CheckedWindow:
+    """Checks that what is counted of choices is what their records say."""
+
+    def __init__(self, window: DecisionWindow) -> None:
+        self._window = window
+        self.on_choices: Callable[[], None] = lambda: None
+
+    def take(self, record: Decision) -> None:
+        self._window.take(record)
+
+    def decide_all(self, choices: Choices) -> None:
+        assert choices.ends[-1] == len(choices.records)
+        sums, lost = np.zeros(4, int), dict[str, tuple[int, int, int]]()
+        for number in range(len(choices.ends)):
+            record = decode_reservation(choices.record(number))
             assert isinstance(record, Reserved)
-            assert placed == msgspec.structs.replace(Placed.of(record.decision), record=placed.record)
+            decision = record.decision
+            assert decision.timestamp == choices.timestamp
+            held, best = decision.predicted_tokens or 0, max(each.tokens for each in decision.candidates)
+            sums += 1, decision.prompt_tokens, best, held
+            if best > held:
+                requests, tokens, _ = lost.get(decision.worker, (0, 0, 0))
+                lost[decision.worker] = requests + 1, tokens + best - held, number
+        assert choices.sums == tuple(sums)
+        assert {worker: tuple(numbers) for worker, *numbers in choices.lost} == lost
+        self._window.decide_all(choices)
+        self.on_choices()
 
 
 _TIME = re.compile(r"\b\d{10}\.\d+")
@@ -107,10 +140,11 @@ class Fleet:
         single: Line,
         queue: NotedQueue,
         exchange: ReservationExchange,
+        window: CheckedWindow,
         connect: Connect,
     ) -> None:
         self.fed, self.url, self.direct, self._single, self.connect = fed, url, direct, single, connect
-        self._queue, self.exchange = queue, exchange
+        self._queue, self.exchange, self.window = queue, exchange, window
 
     async def lines(self, count: int) -> list[Line]:
         """Open further connections, on each of which some prompts are booked until they are direct."""
@@ -207,8 +241,8 @@ async def a_fleet(
     selection = selection or SelectionSettings(predict_s=600)
     queue = NotedQueue()
     exchange = ReservationExchange(Book(selection.reservation_ttl_s, selection.predict_s, **bounds or {}), queue)
-    exchange.on_placed.append(check_placed)
     service = LiveService(fed.consumer, api, selection=selection, reservations=exchange)
+    exchange.listener = window = CheckedWindow(service.decision_window)
     async with running_server(create_app(service), api) as url, connecting(url) as connect:
         for (worker, rank), tiers in held.items():
             await fed.hold(Stream(worker, dp_rank=rank, block_size=block_size), PROMPT, tiers)
@@ -218,4 +252,4 @@ async def a_fleet(
         direct, single = await connect(), await connect()
         for _ in range(3):
             await direct.ask(request(body_of(token_ids=PROMPT), "/select"))
-        yield Fleet(fed, url, direct, single, queue, exchange, connect)
+        yield Fleet(fed, url, direct, single, queue, exchange, window, connect)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_events.kernels.bundles import pin
+from kv_events.kernels.page_table import num_live
 from kv_events.reservations import (
     OUTPUT_BLOCK,
     PREFILL_COMPLETE,
@@ -108,17 +109,18 @@ def leading(prompt: list[int], held: set[int]) -> int:
 def check(book: Book, model: Model, now: float) -> None:
     book.expire(now)
     model.expire(now)
-    assert {each.name for each in book} == set(model.live)
+    assert set(book) == set(model.live)
     for worker in WORKERS:
         place = book.place(rank(worker))
-        columns = book.loads.requests, book.loads.prefill_tokens, book.loads.decode_blocks
+        loaded = book.columns.loads
+        columns = loaded.requests, loaded.prefill_tokens, loaded.decode_blocks
         loads = tuple(0 if place < 0 else column[place] for column in columns)
         assert loads == pytest.approx(model.booked(worker))
     workers = (*WORKERS, *reversed(WORKERS))
     places = np.array([book.place(rank(worker)) for worker in workers], np.int32)
     for prompt in PROMPTS:
         out = np.zeros((len(workers), 2), np.int64)
-        booked_lengths(pin(book.pages), np.array(prompt, np.uint64), places, now, out)
+        booked_lengths(pin(book.columns.pages), np.array(prompt, np.uint64), places, now, out)
         assert [tuple(row) for row in out] == [model.lengths(worker, prompt, now) for worker in workers]
 
 
@@ -153,7 +155,7 @@ def test_records_of_replicas_in_any_order_give_what_sets_give(found: list[tuple[
         check(book, model, now)
     check(book, model, found[-1][0] + TTL_S)
     assert len(book) == 0
-    for column in book.loads:
+    for column in book.columns.loads:
         assert column == pytest.approx(0)
 
 
@@ -171,10 +173,43 @@ def test_a_book_that_is_rebuilt_from_the_log_is_that_of_a_replica_that_was_there
         rebuilt.restore(record, now)
     rebuilt.settle(now)
     there.expire(now)
-    assert {each.name for each in rebuilt} == {each.name for each in there}
-    assert rebuilt.loads.requests.sum() == there.loads.requests.sum()
+    assert set(rebuilt) == set(there)
+    assert rebuilt.columns.loads.requests.sum() == there.columns.loads.requests.sum()
     for worker in WORKERS:
         assert rebuilt.booked(rank(worker))[:2] == there.booked(rank(worker))[:2]
+
+
+prompts = st.lists(st.integers(1, 6), max_size=8)
+
+
+@settings(max_examples=num_examples(400))
+@given(st.lists(st.tuples(st.sampled_from("abcdefgh"), prompts, st.booleans()), max_size=40))
+def test_prompts_that_contradict_each_other_leave_nothing_behind(booked: list[tuple[str, list[int], bool]]) -> None:
+    """Callers can send any hashes: a page twice in a prompt, or after other pages than in another prompt."""
+    book, now = Book(TTL_S, PREDICT_S, max_reservations=8, max_pages=2**10), 0.0
+    for name, pages, is_late in booked:
+        now += 5.0 if is_late else 1.0
+        if not book.apply(reserved(name, "w1", pages, now), now):
+            assert book.apply(Progressed(VERSION, "x", name, now, RELEASED), now)
+        requests, _, held = book.booked(rank("w1"))
+        assert (requests == 0) == (len(book) == 0)
+        assert 0 <= held <= num_live(book.columns.pages.table) <= 6
+    book.expire(now + TTL_S)
+    book.expire(now + TTL_S + PREDICT_S)
+    assert num_live(book.columns.pages.table) == len(book) == 0
+    assert all((column == 0).all() for column in book.columns.loads)
+
+
+def test_more_requests_may_end_at_once_than_are_remembered() -> None:
+    """What they predicted is forgotten early."""
+    book = Book(TTL_S, 600.0, max_reservations=4)
+    for number in range(10):
+        assert book.apply(reserved(str(number), "w1", [1, number + 2], 0.0), 0.0)
+        assert book.apply(Progressed(VERSION, "x", str(number), 0.0, RELEASED), 0.0)
+    out, places = np.zeros((1, 2), np.int64), np.array([book.place(rank("w1"))], np.int32)
+    for number in range(10):
+        booked_lengths(pin(book.columns.pages), np.array([1, number + 2], np.uint64), places, 1.0, out)
+        assert out.tolist() == [[0, 2 if number >= 6 else 1]]
 
 
 def test_a_full_book_refuses_and_has_room_again() -> None:
@@ -215,5 +250,5 @@ def test_a_replica_whose_clock_is_ahead_leaves_no_pages_behind() -> None:
     book.expire(10.0 + PREDICT_S)
     out, places = np.zeros((1, 2), np.int64), np.array([book.place(rank("w1"))], np.int32)
     for first in (1, 3):
-        booked_lengths(pin(book.pages), np.array([first], np.uint64), places, 10.0, out)
+        booked_lengths(pin(book.columns.pages), np.array([first], np.uint64), places, 10.0, out)
         assert out.tolist() == [[0, 0]]

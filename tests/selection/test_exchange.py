@@ -7,7 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
+from zlib import crc32
 
+import msgspec
 import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import NewTopic
@@ -122,7 +125,7 @@ async def test_a_start_finds_requests_that_last_longer_than_the_time_to_live(
 async def test_choices_of_a_broken_clock_are_not_reported(own: dict[str, Any], producer: AIOKafkaProducer) -> None:
     now, placed = time.time(), list[str]()
     async with replica(own, Clock()) as found:
-        found.exchange.on_placed.append(lambda choices: placed.extend(each.request_id for each in choices))
+        found.exchange.listener = Mock(take=lambda decision: placed.append(decision.request_id))
         for name, at in (("later", now + 7200), ("now", now)):
             await write(producer, own["reservations_topic"], reserved(name, "w1", [1], at))
         await async_wait_until(lambda: found.names() == {"later", "now"}, what="both")
@@ -168,6 +171,35 @@ async def test_more_records_than_one_of_the_topic_may_have_are_split(own: dict[s
         assert first.exchange.put(*records) is None
         await async_wait_until(lambda: second.exchange.applied == len(records), 60, "all records")
         assert second.names() == first.names()
+
+
+@pytest.mark.parametrize("num_partitions", [1, 4])
+async def test_records_that_were_encoded_together_are_each_in_their_partition(
+    own: dict[str, Any], num_partitions: int
+) -> None:
+    async with administration(own["kafka"]) as admin:
+        await admin.create_topics([NewTopic(own["reservations_topic"], num_partitions, 1)])
+    clock, names, found = Clock(), [f"r{number}" for number in range(40)], dict[int, list[str]]()
+    async with replica(own, clock) as first, replica(own, clock) as second:
+        for begin in range(0, len(names), 8):
+            records = [reserved(name, "w1", [1], clock()) for name in names[begin : begin + 8]]
+            records = [msgspec.structs.replace(each, replica=first.exchange.replica) for each in records]
+            assert all(first.book.apply(record, clock()) for record in records)
+            first.exchange.put_joined({"reserved": len(records)}, b"".join(map(encode_reservation, records)))
+        await async_wait_until(lambda: second.names() == set(names), what="all")
+        await async_wait_until(lambda: first.exchange.queue.written == len(names), what="all")
+        assert (first.exchange.applied, second.exchange.applied) == (0, len(names))
+    source = KafkaSource(IndexerSettings(**own), topic=own["reservations_topic"])
+    await source.start({})
+    ends = await source.ends()
+    while sum(map(len, found.values())) < len(names):
+        for record in await source.fetch():
+            made = map(decode_reservation, singles(record.payload))
+            found.setdefault(record.partition, []).extend(map(reservation_id, made))
+    await source.stop()
+    assert sum(ends.values()) < len(names)
+    expected = {part: [name for name in names if crc32(name.encode()) % num_partitions == part] for part in ends}
+    assert found == {part: of_partition for part, of_partition in expected.items() if of_partition}
 
 
 async def test_without_a_broker_bookings_stay_local_and_the_queue_is_bounded() -> None:

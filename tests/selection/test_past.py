@@ -161,7 +161,7 @@ def test_a_service_without_kafka_begins_with_an_empty_book(tmp_path: Path, is_be
     timeline, past, booked = Timeline(tmp_path), PastBook(tmp_path, SelectionSettings(reservation_ttl_s=TTL_S)), []
     for seconds in (1.5, 2.5, 3.5, 1.5):
         book = past.at(timeline, LogMoment(time_s=START + seconds), Replay())
-        booked.append({each.name for each in book})
+        booked.append(set(book))
     earlier = set[str]() if is_beside else {"r0", "r1"}
     assert booked == [{"r0", "r1"}, earlier | {"r2"}, earlier | {"r2", "r3"}, {"r0", "r1"}]
 

@@ -65,7 +65,7 @@ class Replica:
 
     def names(self) -> set[str]:
         """Return the ids of the reservations."""
-        return {each.name for each in self.book}
+        return set(self.book)
 
 
 def reserved(name: str, worker: str, hashes: list[int], at: float, replica: str = "other") -> Reserved:

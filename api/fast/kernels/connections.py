@@ -7,7 +7,7 @@ from api.fast.kernels.query import TEXT, QueryBuffers, Seeds, Times, answer_quer
 from api.fast.kernels.recognise import BEGIN, END, NUMBERS, NUMBERS_END, Templates, recognise
 from api.fast.kernels.text import Texts, put_number, put_piece
 from indexer.kernels.find import PageLookup
-from kv_events.kernels.bundles import BoolVector, I32Vector, I64Matrix, U8Vector, U64Vector
+from kv_events.kernels.bundles import I32Vector, I64Matrix, U8Vector, U64Vector
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.instructions import address_of, call_native
 from kv_events.kernels.numbers import I32, int64, uint64
@@ -119,23 +119,6 @@ def send_answer(sockets: SocketBuffers, number: int, at: int, body: U8Vector, nu
         return _keep_rest(sockets, number, at, body, num_bytes, head_bytes, sent)
     sockets.outcomes[number] = ANSWERED
     return at
-
-
-@kernel
-def send_same(sockets: SocketBuffers, count: int, head_size: int, is_done: BoolVector, body: U8Vector) -> int:
-    """Send the same answer to the first `count` of `sockets.members` for which `is_done` is true. Returns their number.
-
-    head_size: bytes of the fixed part of `sockets.head`. `sockets.rests` has room for all of them. The others are
-    returned.
-    """
-    at, answered = int64(0), 0
-    for i in range(count):
-        number = int64(sockets.members[i])
-        sockets.outcomes[number] = RETURNED
-        if is_done[i]:
-            at = send_answer(sockets, number, at, body, int64(body.shape[0]), head_size)
-            answered += sockets.outcomes[number] == ANSWERED
-    return answered
 
 
 @kernel

@@ -28,8 +28,9 @@ from api.fast.kernels.head import (
 )
 from api.fast.kernels.text import Texts
 from kv_events.kernels.bundles import BoolVector, I32Vector, I64Matrix, U8Input, U8Vector
+from kv_events.kernels.byte_strings import equal_bytes, hash_bytes
 from kv_events.kernels.declare import helper, inline_helper, kernel
-from kv_events.kernels.instructions import eight_bytes, folded_product
+from kv_events.kernels.instructions import eight_bytes
 from kv_events.kernels.numbers import U8, U64, int64, uint8, uint64
 
 UNRECOGNISED = -1
@@ -58,7 +59,6 @@ _SPACE, _COLON, _QUOTE, _BACKSLASH, _LAST_PLAIN = (uint8(ord(char)) for char in 
 _KEY_BEGIN, _KEY_END = (uint64(int.from_bytes(part, "big")) for part in (b'"selecti', b'tion_id"'))
 _KEY_BYTES, _END_AT = 14, 6
 _FAILED = -1
-_FACTOR = uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio
 
 
 class Templates(NamedTuple):
@@ -82,18 +82,10 @@ def _set(pieces: I64Matrix, piece: int, begin: int, end: int) -> None:
 @helper
 def _hash(data: U8Vector, pieces: I64Matrix, has_token: bool) -> U64:
     """Return a hash of pieces of text."""
-    state = _FACTOR
+    state = uint64(0)
     for piece in range(NUM_PIECES):
-        at, end = pieces[piece, BEGIN], pieces[piece, END]
-        if piece == _AUTHORIZATION and not has_token:
-            continue
-        state = folded_product(state ^ uint64(end - at), _FACTOR)
-        while at + 8 <= end:
-            state = folded_product(state ^ eight_bytes(data, at), _FACTOR)
-            at += 8
-        while at < end:
-            state = folded_product(state ^ uint64(data[at]), _FACTOR)
-            at += 1
+        if piece != _AUTHORIZATION or has_token:
+            state = hash_bytes(data, pieces[piece, BEGIN], pieces[piece, END], state)
     return state
 
 
@@ -101,19 +93,7 @@ def _hash(data: U8Vector, pieces: I64Matrix, has_token: bool) -> U64:
 def _is_piece(data: U8Vector, begin: int, end: int, texts: Texts, number: int) -> bool:
     """Return whether `data[begin:end]` is a piece of text."""
     start = texts.ends[number]
-    size = texts.ends[number + 1] - start
-    if end - begin != size:
-        return False
-    i = int64(0)
-    while i + 8 <= size:
-        if eight_bytes(data, begin + i) != eight_bytes(texts.data, start + i):
-            return False
-        i += 8
-    while i < size:
-        if data[begin + i] != texts.data[start + i]:
-            return False
-        i += 1
-    return True
+    return end - begin == texts.ends[number + 1] - start and equal_bytes(data, begin, end, texts.data, start)
 
 
 @helper

@@ -1,28 +1,41 @@
-"""Kernels that write the record of a reservation, as `kv_events.reservations` reads it."""
+"""Kernels that write the records of reservations, as `kv_events.reservations` reads them."""
 
 from typing import NamedTuple
 
+import numpy as np
+
 from api.fast.kernels.answer import EXTERNAL
-from api.fast.kernels.text import MARGIN, Texts, put_number, put_piece, put_text
-from kv_events.kernels.bundles import F64Vector, I32Vector, U8Vector, U64Input
+from api.fast.kernels.text import MARGIN, Texts, put_piece, put_text
+from kv_events.kernels.bundles import F64Vector, I32Vector, I64Matrix, I64Vector, U8Vector, U64Input
 from kv_events.kernels.declare import helper
 from kv_events.kernels.instructions import put_eight
 from kv_events.kernels.msgpack import put_array, put_bin, put_float, put_integer, put_short_text
-from kv_events.kernels.numbers import int64, uint8
+from kv_events.kernels.numbers import int64
 from selection.kernels.weigh import RosterColumns
 
 OPENING, NAMES, SCOPE = range(3)
+NUM_RECORDS, NUM_HASHES, NUM_BYTES, NUM_LOST, TOKENS, MOST_HELD, HELD = range(7)
+"""Elements of `Choices.made`: number of choices, of the pages of their prompts, of bytes of their records, and of rows
+of `lost`; sums of the tokens of the prompts, of those that the best candidates held, and the chosen ones, on any tier.
+"""
+ROW, REQUESTS, LOST_TOKENS, NUMBER = range(4)
+"""Columns of `Choices.lost`: row of the roster; requests for which another candidate held more, and by how many tokens;
+the number of the last such choice."""
 
 
-class Name(NamedTuple):
-    """The name of a reservation."""
+class Choices(NamedTuple):
+    """Choices that a kernel has booked: room for m of them. m is 0 if choices are not booked."""
 
-    number: int
-    """It ends with this number, unless the request has a name."""
-    data: U8Vector
-    start: int
-    end: int
-    """The name that the request has: `data[start:end]`, empty if it has none."""
+    made: I64Vector
+    """[7] see NUM_RECORDS."""
+    ends: I64Vector
+    """[m] end of each record."""
+    lost: I64Matrix
+    """[m, 4] what was lost, by the chosen rank: see ROW."""
+    records: U8Vector
+    """Their records, one after the other."""
+    name: U8Vector
+    """The name of the request that is answered, and `MARGIN` bytes."""
 
 
 class RecordTexts(NamedTuple):
@@ -38,15 +51,21 @@ class RecordTexts(NamedTuple):
     """[up to n] scratch: the candidates of a record, see `shown_rows`."""
 
 
+def make_choices(num_choices: int, num_bytes: int, name_bytes: int) -> Choices:
+    """Return room for choices, for the bytes of their records, and for a name."""
+    return Choices(
+        np.zeros(HELD + 1, np.int64),
+        np.zeros(num_choices, np.int64),
+        np.zeros((num_choices, NUMBER + 1), np.int64),
+        np.zeros(num_bytes, np.uint8),
+        np.zeros(name_bytes + MARGIN, np.uint8),
+    )
+
+
 @helper
-def put_name(out: U8Vector, at: int, pieces: Texts, name: Name) -> int:
-    """Write a name as plain text. Returns its end. pieces: those of `RecordTexts`."""
-    if name.start == name.end:
-        return put_number(out, put_piece(out, at, pieces, NAMES), name.number)
-    for i in range(name.start, name.end):
-        out[at] = name.data[i]
-        at += 1
-    return at
+def put_name(out: U8Vector, at: int, name: U8Vector, name_bytes: int) -> int:
+    """Write a name as msgpack. Returns its end."""
+    return put_text(out, put_short_text(out, at, name_bytes), name, int64(0), name_bytes)
 
 
 @helper
@@ -54,7 +73,7 @@ def put_record(
     out: U8Vector,
     at: int,
     texts: RecordTexts,
-    name: Name,
+    name: tuple[U8Vector, int],
     now: float,
     prompt: tuple[int, int],
     hashes: U64Input,
@@ -63,15 +82,13 @@ def put_record(
     costs: F64Vector,
     session: U8Vector,
 ) -> int:
-    """Write a record. Returns its end. `out` has `MARGIN` bytes more.
+    """Write the record of a choice. Returns its end. `out` has `MARGIN` bytes more.
 
-    now: seconds since 1970. prompt: tokens, and those of them that are to be computed. choice: number
-    of candidates in `texts.shown`, and which of them was chosen. session: `MARGIN` bytes follow it.
+    name: text and size. now: seconds since 1970. prompt: tokens, and those of them that are to be computed. choice:
+    number of candidates in `texts.shown`, and which of them was chosen. session: `MARGIN` bytes follow it.
     """
     (tokens, prefill), (count, index), shown = prompt, choice, texts.shown
-    start = put_short_text(out, put_piece(out, at, texts.pieces, OPENING), int64(0))
-    at = put_name(out, start, texts.pieces, name)
-    out[start - 1] = uint8(at - start)  # the length
+    at = put_name(out, put_piece(out, at, texts.pieces, OPENING), name[0], name[1])
     at = put_piece(out, put_float(out, at, now), texts.pieces, SCOPE)
     at = put_bin(out, put_integer(out, at, tokens), 8 * hashes.shape[0])
     for i in range(hashes.shape[0]):

@@ -8,33 +8,51 @@ from api.fast.kernels.answer import CPU, EXTERNAL, GPU, Layout, StreamTable
 from api.fast.kernels.connections import ANSWERED, RETURNED, SocketBuffers, send_answer
 from api.fast.kernels.query import TEXT, QueryBuffers, Seeds, Times, answer_query
 from api.fast.kernels.recognise import END, NAME, NAME_END, NUMBERS, NUMBERS_END
-from api.fast.kernels.text import COMMA, Texts, put_byte, put_float, put_hashes, put_key, put_number, put_piece
-from api.selection.kernels.record import Name, RecordTexts, put_name, put_record
-from indexer.kernels.find import PageLookup
-from kv_events.kernels.bundles import F64Vector, U8Vector, U64Input
-from kv_events.kernels.declare import helper, inline_helper, kernel
-from kv_events.kernels.numbers import int64
-from selection.kernels.booked import (
-    HASHES_END,
+from api.fast.kernels.text import (
+    COMMA,
+    Texts,
+    put_byte,
+    put_float,
+    put_hashes,
+    put_key,
+    put_number,
+    put_piece,
+    put_text,
+)
+from api.selection.kernels.record import (
     HELD,
+    LOST_TOKENS,
     MOST_HELD,
-    NUM_BOOKED,
-    PLACE,
-    PREFILL_TOKENS,
-    RECORD_END,
-    REQUEST,
+    NAMES,
+    NUM_BYTES,
+    NUM_HASHES,
+    NUM_LOST,
+    NUM_RECORDS,
+    NUMBER,
+    REQUESTS,
     ROW,
     TOKENS,
-    BookedPages,
-    Bookings,
-    LoadColumns,
-    reserve,
+    Choices,
+    RecordTexts,
+    put_record,
 )
+from indexer.kernels.find import PageLookup
+from kv_events.kernels.bundles import F64Vector, U8Vector, U64Input
+from kv_events.kernels.byte_strings import equal_bytes
+from kv_events.kernels.declare import helper, inline_helper, kernel
+from kv_events.kernels.numbers import int64, uint8
+from kv_events.kernels.page_table import CAPACITY
+from kv_events.kernels.page_table_ops import num_entries
+from kv_events.reservations import AT_PREFILL
 from selection.kernels.choose import least_work, shown_rows
+from selection.kernels.reservations import BookColumns, add, expire
 from selection.kernels.weigh import RosterColumns, weigh
 
 _ID, _HASHES, _TOKENS = range(3)
 _GPU, _RANKS, _CPU, _DISK, _PREDICTED, _COMPUTED, _BLOCKS, _END, _HELD, _PREFILL, _REQUESTS, _CLOSE, _LAST = range(13)
+
+_AT_PREFILL = np.frombuffer(AT_PREFILL.encode(), np.uint8)
+_DOT = uint8(ord("."))
 
 MOST_EXPLAINED = 3
 """Candidates that an answer shows."""
@@ -45,10 +63,9 @@ COST_SCALE = 1e3
 class SelectionTable(NamedTuple):
     """The n ranks of a roster, what answers say about them, and room for an answer."""
 
-    booked: BookedPages
-    loads: LoadColumns
+    book: BookColumns
     roster: RosterColumns
-    bookings: Bookings
+    choices: Choices
     record: RecordTexts
     openings: Texts
     """[3] what comes before the name of a reservation, its hashes and its tokens. Without bookings, [0]."""
@@ -69,50 +86,104 @@ def _book(
     hashes: U64Input,
     prompt: tuple[int, int],
     chosen: int,
-    request: int,
-    name: Name,
+    name_bytes: int,
     times: tuple[float, float],
     session: U8Vector,
-) -> None:
-    """Book a choice for a request. There is room for it. prompt: its tokens, and the number of candidates.
+) -> bool:
+    """Book a choice under the name in `table.choices`. Returns False if it is in use. There is room for it.
 
-    times: now, and `until` of `reserve`, in seconds since 1970.
+    prompt: its tokens, and the number of candidates. times: see `add`.
     """
-    (tokens, count), (now, until) = prompt, times
-    bookings, roster, costs, shown = table.bookings, table.roster, table.costs[:count], table.record.shown
-    number, begin, start = bookings.made[0], bookings.made[1], bookings.made[2]
-    for i in range(hashes.shape[0]):
-        bookings.hashes[begin + i] = hashes[i]
+    (tokens, count), choices, roster, costs, shown = (
+        prompt,
+        table.choices,
+        table.roster,
+        table.costs,
+        table.record.shown,
+    )
     row, prefill = int64(roster.rows[chosen]), int64(np.rint(roster.computed[chosen]))
-    index, num_shown = shown_rows(costs, chosen, shown), min(count, shown.shape[0])
-    made, most_held = bookings.numbers[number], int64(0)
+    place, name = int64(roster.places[row]), choices.name
+    if not add(table.book, name, int64(0), name_bytes, hashes, place, prefill, times):
+        return False
+    index, num_shown = shown_rows(costs[:count], chosen, shown), min(count, shown.shape[0])
+    of_name, of_prompt, choice = (name, name_bytes), (tokens, prefill), (num_shown, index)
+    end = put_record(
+        choices.records,
+        choices.made[NUM_BYTES],
+        table.record,
+        of_name,
+        times[0],
+        of_prompt,
+        hashes,
+        choice,
+        roster,
+        costs,
+        session,
+    )
+    most_held = int64(0)
     for i in range(num_shown):
         most_held = max(most_held, roster.held[shown[i], EXTERNAL])
-    made[REQUEST], made[ROW], made[TOKENS], made[PREFILL_TOKENS] = request, row, tokens, prefill
-    made[PLACE] = roster.places[row]
-    made[HELD], made[MOST_HELD] = roster.held[chosen, EXTERNAL], most_held
-    made[NUM_BOOKED] = reserve(table.booked, table.loads, hashes, made[PLACE], prefill, until)
-    made[HASHES_END] = begin + hashes.shape[0]
-    of_prompt, choice = (tokens, prefill), (num_shown, index)
-    made[RECORD_END] = put_record(
-        bookings.records, start, table.record, name, now, of_prompt, hashes, choice, roster, costs, session
-    )
-    bookings.made[0], bookings.made[1], bookings.made[2] = number + 1, made[HASHES_END], made[RECORD_END]
+    _count(choices, row, tokens, most_held, roster.held[chosen, EXTERNAL])
+    choices.ends[choices.made[NUM_RECORDS]] = choices.made[NUM_BYTES] = end
+    choices.made[NUM_RECORDS] += 1
+    choices.made[NUM_HASHES] += hashes.shape[0]
+    return True
 
 
 @inline_helper
-def _can_book(bookings: Bookings, request: int, num_hashes: int) -> bool:
-    has_room = (
-        bookings.made[0] < bookings.numbers.shape[0] and bookings.made[1] + num_hashes <= bookings.hashes.shape[0]
-    )
-    return has_room and not bookings.is_taken[request]
+def _count(choices: Choices, row: int, tokens: int, most_held: int, held: int) -> None:
+    """Count a choice. row: of the roster. most_held: what the best candidate holds. held: what the chosen one does."""
+    made, lost = choices.made, choices.lost
+    made[TOKENS] += tokens
+    made[MOST_HELD] += most_held
+    made[HELD] += held
+    if most_held > held:
+        at = int64(0)
+        while at < made[NUM_LOST] and lost[at, ROW] != row:
+            at += 1
+        if at == made[NUM_LOST]:
+            lost[at, ROW], lost[at, REQUESTS], lost[at, LOST_TOKENS] = row, 0, 0
+            made[NUM_LOST] += 1
+        lost[at, REQUESTS] += 1
+        lost[at, LOST_TOKENS] += most_held - held
+        lost[at, NUMBER] = made[NUM_RECORDS]
 
 
 @helper
-def _put_opening(table: SelectionTable, name: Name, hashes: U64Input, tokens: int) -> int:
+def _name(table: SelectionTable, data: U8Vector, begin: int, end: int, number: int) -> int:
+    """Write the name of a request, `data[begin:end]`, or one with a number if that is empty. Returns its size."""
+    name = table.choices.name
+    if begin == end:
+        return put_number(name, put_piece(name, int64(0), table.record.pieces, NAMES), number)
+    for i in range(begin, end):
+        name[i - begin] = data[i]
+    return end - begin
+
+
+@inline_helper
+def _is_id(name: U8Vector, size: int) -> bool:
+    """Return whether paths can name a reservation, which is not the prefill of another one, as `check_id` does."""
+    begin = size - _AT_PREFILL.shape[0]
+    is_prefill = begin >= 0 and equal_bytes(name, begin, size, _AT_PREFILL, int64(0))
+    return not is_prefill and not (size <= 2 and name[0] == _DOT and name[size - 1] == _DOT)
+
+
+@inline_helper
+def _has_room(table: SelectionTable, num_hashes: int, most_hashes: int) -> bool:
+    made, pages, names = table.choices.made, table.book.pages.table, table.book.names
+    return (
+        made[NUM_RECORDS] < table.choices.ends.shape[0]
+        and made[NUM_HASHES] + num_hashes <= most_hashes
+        and num_entries(names) < names.meta[CAPACITY]
+        and num_entries(pages) + num_hashes <= pages.meta[CAPACITY]
+    )
+
+
+@helper
+def _put_opening(table: SelectionTable, name_bytes: int, hashes: U64Input, tokens: int) -> int:
     """Write the fields of a reservation to `table.out`. Returns their length."""
     out, openings = table.out, table.openings
-    at = put_name(out, put_piece(out, int64(0), openings, _ID), table.record.pieces, name)
+    at = put_text(out, put_piece(out, int64(0), openings, _ID), table.choices.name, int64(0), name_bytes)
     at = put_hashes(out, put_piece(out, at, openings, _HASHES), hashes)
     return put_number(out, put_piece(out, at, openings, _TOKENS), tokens)
 
@@ -174,7 +245,7 @@ def _put_explained(table: SelectionTable, count: int, at: int) -> int:
 @kernel
 def select_requests(
     sockets: SocketBuffers,
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
     numbers: tuple[int, int, int, int],
     seeds: Seeds,
     lookup: PageLookup,
@@ -183,20 +254,23 @@ def select_requests(
     layout: Layout,
     times: Times,
     table: SelectionTable,
-    choice: tuple[float, int, int, float, float],
+    choice: tuple[float, int, int, float, float, float],
     session: U8Vector,
 ) -> int:
     """Choose a worker for each of some requests with the same template, and answer them.
 
-    The first parameters: see `answer_requests`. choice: scale and turn of `least_work`, each request has the next turn;
-    if `table` has room for bookings, the number in the name of the first one, now, and `until` of `reserve`, in seconds
-    since 1970. session: see `put_record`. Returns the number of requests that were answered completely. All have an
+    The first parameters: see `answer_requests`. sizes: also the bound on the pages that are booked in a call. choice:
+    scale and turn of `least_work`, each request has the next turn; if `table` has room for choices, the number in the
+    name of the first one, now, until when the pages count as held, in seconds since 1970, and the time-to-live of
+    reservations. session: see `put_record`. Returns the number of requests that were answered completely. All have an
     outcome.
     """
-    scale, turn, first_name, now_s, until = choice
-    (count, head_size, answer_bytes), roster, bookings = sizes, table.roster, table.bookings
-    is_booking = bookings.numbers.shape[0] > 0
-    bookings.made[:] = 0
+    scale, turn, first_name, now_s, until, ttl_s = choice
+    (count, head_size, answer_bytes, most_hashes), roster, choices = sizes, table.roster, table.choices
+    is_booking = choices.ends.shape[0] > 0
+    choices.made[:] = 0
+    if is_booking:
+        expire(table.book, now_s, ttl_s)
     block_size, is_bigram, _, _ = numbers
     question = (int64(TEXT), block_size, is_bigram, int64(0), int64(1), int64(0))
     others = (buffers.tokens[:0], buffers.hashes[:0], question, seeds, lookup, buffers, streams, layout, times)
@@ -211,24 +285,30 @@ def select_requests(
         if end != borders[NUMBERS_END]:
             continue
         hashes, tokens = buffers.hashes[: num_positions // block_size], num_positions + is_bigram
-        if is_booking and not _can_book(bookings, i, hashes.shape[0]):
+        if is_booking and not _has_room(table, hashes.shape[0], most_hashes):
             continue
         prompt = (block_size, (tokens + block_size - 1) // block_size, tokens)
         found, now = buffers.streams[:num_found], (times[0], times[1])
-        num_candidates = weigh(table.booked, hashes, found, buffers.pages, roster, table.loads, prompt, now)
+        num_candidates = weigh(table.book, hashes, found, buffers.pages, roster, prompt, now)
         if num_candidates == 0:
             continue
         prefill, computed = roster.prefill_tokens[:num_candidates], roster.computed[:num_candidates]
         blocks, costs = roster.decode_blocks[:num_candidates], table.costs[:num_candidates]
         chosen = least_work(prefill, computed, blocks, scale, turn + i, costs)
-        name = Name(first_name + i, sockets.data, borders[NAME], borders[NAME_END])
-        opening = _put_opening(table, name, hashes, tokens) if is_booking else int64(0)
+        name_bytes = opening = int64(0)
+        if is_booking:
+            number_in_name = first_name + choices.made[NUM_RECORDS]
+            name_bytes = _name(table, sockets.data, borders[NAME], borders[NAME_END], number_in_name)
+            opening = _put_opening(table, name_bytes, hashes, tokens)
         length = _put_selection(table, streams, num_candidates, chosen, opening)
         if length < 0:
             continue
         if is_booking:
-            of_prompt = (tokens, num_candidates)
-            _book(table, hashes, of_prompt, chosen, i, name, (now_s, until), session)
+            of_prompt, when = (tokens, num_candidates), (now_s, until)
+            if not _is_id(choices.name, name_bytes) or not _book(
+                table, hashes, of_prompt, chosen, name_bytes, when, session
+            ):
+                continue
         at = send_answer(sockets, number, at, table.out, length, head_size)
         answered += sockets.outcomes[number] == ANSWERED
     return answered

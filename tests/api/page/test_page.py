@@ -13,7 +13,7 @@ import pytest
 
 from api.decisions.window import DecisionWindow
 from api.page.worker_history import WorkerHistory
-from kv_events.decisions import VERSION, Candidate, Decision, Outcome, Placed
+from kv_events.decisions import VERSION, Candidate, Choices, Decision, Outcome
 from kv_events.http.fleet import DecisionFunnel, Fleet, Residency
 from kv_events.http.queries import PeerAnswer, RfcAnswer
 from kv_events.http.service import Readiness, Status
@@ -231,18 +231,18 @@ async def test_the_funnel_sums_decisions_and_their_outcomes(client: httpx.AsyncC
 class Window(DecisionWindow):
     """A window that takes decisions r0, r1, ..."""
 
-    def decide_all(
+    def decide(
         self, numbers: Iterable[int], pages: int = 1, candidates: tuple[Candidate, ...] = (), *, is_booked: bool = False
     ) -> None:
         """is_booked: they come as records of reservations."""
         for number in numbers:
             prompt = 4, 4 * pages, bytes(8 * pages)
             decision = Decision(VERSION, f"r{number}", START, "m", "t", *prompt, f"w{number}", 0, 4, candidates)
-            placed = Placed.of(decision)
             if is_booked:
                 record = encode_reservation(Reserved(VERSION, "replica", decision, 0))
-                placed = msgspec.structs.replace(placed, record=record)
-            self.decide([placed])
+                self.decide_all(Choices(START, (1, 4 * pages, 4, 4), (), [len(record)], record))
+            else:
+                self.take(decision)
 
     def finished(self, number: int) -> int:
         """Report an outcome. Returns how many found their decision so far."""
@@ -252,10 +252,10 @@ class Window(DecisionWindow):
 
 def test_more_decisions_wait_once_outcomes_are_reported() -> None:
     window = Window()
-    window.decide_all(range(2_500))
+    window.decide(range(2_500))
     assert [window.finished(number) for number in (499, 500)] == [0, 1]
-    window.decide_all(range(2_500, 20_000))
-    window.decide_all([2_500])  # again
+    window.decide(range(2_500, 20_000))
+    window.decide([2_500])  # again
     assert [window.finished(number) for number in (498, 501)] == [1, 2]
     assert window.report(START).all.requests == 20_000
 
@@ -263,7 +263,7 @@ def test_more_decisions_wait_once_outcomes_are_reported() -> None:
 def test_outcomes_that_are_always_late_are_counted() -> None:
     window = Window()
     for number in range(5_000):
-        window.decide_all([number])
+        window.decide([number])
         if number >= 2_100:
             window.take(Outcome(VERSION, f"r{number - 2_100}", START, 4))
     assert window.finished(4_999) > 2_000
@@ -277,9 +277,9 @@ def test_outcomes_that_are_always_late_are_counted() -> None:
 def test_large_decisions_take_little_memory(pages: int, candidates: tuple[Candidate, ...], is_booked: bool) -> None:
     window = Window()
     tracemalloc.start()
-    window.decide_all(range(600), pages, candidates, is_booked=is_booked)
+    window.decide(range(600), pages, candidates, is_booked=is_booked)
     held = tracemalloc.get_traced_memory()[0]
-    window.decide_all(range(600, 900), pages, candidates, is_booked=is_booked)
+    window.decide(range(600, 900), pages, candidates, is_booked=is_booked)
     assert tracemalloc.get_traced_memory()[0] < held + 2**20
     for number in range(900):
         window.finished(number)
@@ -287,7 +287,7 @@ def test_large_decisions_take_little_memory(pages: int, candidates: tuple[Candid
     assert tracemalloc.get_traced_memory()[0] < 2**23
     tracemalloc.stop()
     assert 55 < num_waited < 70
-    window.decide_all(range(1000, 1050), pages, candidates)
+    window.decide(range(1000, 1050), pages, candidates)
     assert window.finished(1000) == num_waited + 1
     assert len(json.loads(window.report(START).losses[0].explain)["seq_hashes"]) == min(pages, 512)
 

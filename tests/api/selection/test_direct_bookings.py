@@ -2,7 +2,6 @@
 
 import base64
 import json
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 from unittest.mock import Mock
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from api.fast.heads import Head
 from api.fast.kernels.text import MARGIN
 from api.selection.direct import MOST_CHOICES, MOST_HASHES
-from kv_events.decisions import Placed
+from api.selection.kernels.record import Choices, make_choices
 from kv_events.reservations import (
     OUTPUT_BLOCK,
     PREFILL_COMPLETE,
@@ -22,7 +21,6 @@ from kv_events.reservations import (
 )
 from kv_events.schema import CLOSED
 from kvsight.routers.placement import Placement
-from selection.kernels.booked import Bookings, make_bookings
 from tests.rigs.direct_selections import (
     BLOCK,
     OK,
@@ -110,7 +108,7 @@ async def test_a_kernel_books_under_the_names_of_callers(body: str, taken: list[
             assert sorted(status for status, *_ in answers) == 4 * [OK] + 4 * [b"HTTP/1.1 409 Conflict"]
             booked = sorted(json.loads(body)["selection_id"] for status, _, body in answers if status == OK)
             assert booked == [f"r-{turn}-{each}" for each in range(4)]
-            assert all(fleet.exchange.book.get(name) is not None for name in booked)
+            assert all(name in fleet.exchange.book for name in booked)
             for name in booked:
                 assert (await fleet.direct.ask(step_of(name, RELEASED)))[0] == OK
 
@@ -306,26 +304,26 @@ async def test_ranks_without_a_number_are_never_booked_by_a_kernel() -> None:
 
 
 async def test_the_largest_records_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, shares = list[Bookings](), list[float]()
+    made, shares = list[Choices](), list[float]()
 
-    def noted(*sizes: int) -> Bookings:
-        made.append(make_bookings(*sizes))
+    def noted(*sizes: int) -> Choices:
+        made.append(make_choices(*sizes))
         return made[-1]
 
-    def note_share(_: Sequence[Placed]) -> None:
-        num_choices, _, num_bytes = made[-1].made.tolist()
+    def note_share() -> None:
+        num_choices, _, num_bytes, *_ = made[-1].made.tolist()
         if num_choices > 1:
             room = len(made[-1].records) - 8 * MOST_HASHES - MARGIN
             shares.append(num_bytes / num_choices * MOST_CHOICES / room)
 
-    monkeypatch.setattr("api.selection.direct.make_bookings", noted)
+    monkeypatch.setattr("api.selection.direct.make_choices", noted)
     monkeypatch.setattr("selection.exchange.socket.gethostname", lambda: "h" * 64)
     monkeypatch.setattr("api.fast.kernel_connections._PASS_S", 1.0)
     largest = request(body_of(token_ids=PROMPT, session_id="s" * 256), "/select_and_reserve")
     longer = request(body_of(token_ids=PROMPT, session_id="s" * 257), "/select_and_reserve")
     held: dict[tuple[str, int], dict[int, range]] = {(f"{number:é>128}", 0): {} for number in range(20)}
     async with a_fleet(held) as fleet:
-        fleet.exchange.on_placed.append(note_share)
+        fleet.window.on_choices = note_share
         lines = await fleet.lines(48)
         assert (await lines[0].ask(largest))[0] == OK
         for _ in range(3):
@@ -344,7 +342,7 @@ async def test_the_largest_records_have_room(monkeypatch: pytest.MonkeyPatch) ->
 async def test_choices_are_in_the_book_if_nobody_can_be_told() -> None:
     async with a_fleet({("1", 0): {}}) as fleet:
         lines = await fleet.lines(8)
-        fleet.exchange.on_placed.append(Mock(side_effect=RuntimeError))
+        fleet.window.on_choices = Mock(side_effect=RuntimeError)
         for line in lines:
             line.writer.write(RESERVE)
         await async_wait_until(lambda: len(fleet.exchange.book) == 5 * len(lines), what="the choices")

@@ -1,0 +1,272 @@
+"""Kernels of the book: its reservations by name, in the order in which they expire.
+
+A reservation has an entry in a hash table whose keys are hashes of names, under a secret. Names are compared, too: one
+with the hash of another one is refused, as if it were taken.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kv_events.kernels.arrays import zeros
+from kv_events.kernels.bundles import (
+    BytesInput,
+    F64Matrix,
+    F64Vector,
+    I64Matrix,
+    I64Vector,
+    U8Input,
+    U8Vector,
+    U64Input,
+)
+from kv_events.kernels.byte_strings import equal_bytes, hash_bytes
+from kv_events.kernels.declare import helper, inline_helper, kernel
+from kv_events.kernels.numbers import U64, int64, uint64
+from kv_events.kernels.page_table import SECRET, Table, make_table
+from kv_events.kernels.page_table_ops import find, find_or_insert, remove
+from kv_events.limits import MAX_REQUEST_ID_BYTES
+from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, STEPS
+from selection.kernels.booked import (
+    BookedPages,
+    LoadColumns,
+    book_pages,
+    count_own,
+    drop_pages,
+    end_pages,
+    make_pages,
+)
+
+AT_FIRST_TOKEN, AT_OUTPUT, AT_END = (STEPS.index(step) for step in (PREFILL_COMPLETE, OUTPUT_BLOCK, RELEASED))
+"""Numbers of steps."""
+UNCHANGED = -1.0
+"""In place of a `decay_fraction` that is None."""
+
+NAME_BYTES, PLACE, LAST_PAGE, PREFILL_TOKENS, OUTPUT_BLOCKS, BEFORE, AFTER = range(7)
+"""Columns of `BookColumns.numbers`: size of the name; place; see `book_pages`; tokens that are still to be computed;
+pages of the output; the entries of the reservations that expire before and after this one, NONE if there are none."""
+TOUCHED_AT, HELD_UNTIL, DECAYED = range(3)
+"""Columns of `BookColumns.times`: when the newest record came, and until when the pages count as held, in seconds since
+1970; pages by which its own ones count less."""
+OLDEST, NEWEST, NUM_EXPIRED, FIRST_ENDED, NUM_ENDED = range(5)
+"""Elements of `BookColumns.state`: entries of the reservations that expire first and last, or NONE; those that expired
+so far; index of the first one in `ended`, and how many are in it."""
+NONE = -1
+
+
+class BookColumns(NamedTuple):
+    """A book with room for n reservations."""
+
+    pages: BookedPages
+    loads: LoadColumns
+    names: Table
+    """Its keys are hashes of names."""
+    texts: U8Vector
+    """[(n + 1) * MAX_REQUEST_ID_BYTES] the name of each entry."""
+    numbers: I64Matrix
+    """[n + 1, 7] see NAME_BYTES."""
+    times: F64Matrix
+    """[n + 1, 3] see TOUCHED_AT."""
+    ended: I64Matrix
+    """[n, 2] ring: place and last page of reservations that have ended, and whose pages may still count as held."""
+    ended_until: F64Vector
+    """[n] until when they do."""
+    state: I64Vector
+    """[5] see OLDEST."""
+
+
+def make_book(num_reservations: int, num_pages: int, num_places: int) -> BookColumns:
+    """Return an empty book. Reserves address space only."""
+    size = num_reservations + 1
+    return BookColumns(
+        make_pages(num_pages),
+        LoadColumns(zeros(num_places, np.int64), zeros(num_places, np.float64), zeros(num_places, np.int64)),
+        make_table(num_reservations),
+        zeros(size * MAX_REQUEST_ID_BYTES, np.uint8),
+        zeros((size, AFTER + 1), np.int64),
+        zeros((size, DECAYED + 1), np.float64),
+        zeros((num_reservations, 2), np.int64),
+        zeros(num_reservations, np.float64),
+        np.array([NONE, NONE, 0, 0, 0], np.int64),
+    )
+
+
+@inline_helper
+def _key(book: BookColumns, name: U8Input, begin: int, end: int) -> U64:
+    return hash_bytes(name, begin, end, uint64(book.names.meta[SECRET]))
+
+
+@helper
+def find_name(book: BookColumns, name: U8Input, begin: int, end: int) -> int:
+    """Return the entry of the reservation whose name is `name[begin:end]`, or NONE."""
+    entry = find(book.names, _key(book, name, begin, end))
+    is_other = entry >= 0 and (
+        book.numbers[entry, NAME_BYTES] != end - begin
+        or not equal_bytes(name, begin, end, book.texts, entry * MAX_REQUEST_ID_BYTES)
+    )
+    return int64(NONE) if is_other else entry
+
+
+@helper
+def add(
+    book: BookColumns,
+    name: U8Input,
+    begin: int,
+    end: int,
+    hashes: U64Input,
+    place: int,
+    tokens: int,
+    times: tuple[float, float],
+) -> bool:
+    """Add a reservation. Returns False if there is one with this name, or no room.
+
+    name: it is `name[begin:end]`. hashes: uint64[n] of its prompt. tokens: of them, those that are to be computed.
+    times: see TOUCHED_AT and HELD_UNTIL.
+    """
+    if end - begin > MAX_REQUEST_ID_BYTES:
+        return False
+    entry, is_new = find_or_insert(book.names, _key(book, name, begin, end))
+    if entry < 0 or not is_new:
+        return False
+    for i in range(begin, end):
+        book.texts[entry * MAX_REQUEST_ID_BYTES + i - begin] = name[i]
+    last, num_new = book_pages(book.pages, hashes, place, times[1])
+    own = book.numbers[entry]
+    own[NAME_BYTES], own[PLACE], own[LAST_PAGE], own[PREFILL_TOKENS] = end - begin, place, last, tokens
+    own[OUTPUT_BLOCKS] = 0
+    book.times[entry, TOUCHED_AT], book.times[entry, HELD_UNTIL], book.times[entry, DECAYED] = times[0], times[1], 0.0
+    book.loads.prefill_tokens[place] += tokens
+    book.loads.decode_blocks[place] += num_new
+    book.loads.requests[place] += 1
+    _append(book, entry)
+    return True
+
+
+@inline_helper
+def _append(book: BookColumns, entry: int) -> None:
+    """Let a reservation expire last."""
+    newest = book.state[NEWEST]
+    book.numbers[entry, BEFORE], book.numbers[entry, AFTER], book.state[NEWEST] = newest, NONE, entry
+    if newest == NONE:
+        book.state[OLDEST] = entry
+    else:
+        book.numbers[newest, AFTER] = entry
+
+
+@inline_helper
+def _unlink(book: BookColumns, entry: int) -> None:
+    before, after = book.numbers[entry, BEFORE], book.numbers[entry, AFTER]
+    if before == NONE:
+        book.state[OLDEST] = after
+    else:
+        book.numbers[before, AFTER] = after
+    if after == NONE:
+        book.state[NEWEST] = before
+    else:
+        book.numbers[after, BEFORE] = before
+
+
+@helper
+def _end(book: BookColumns, entry: int, now: float) -> None:
+    """End a reservation."""
+    own, place, until = book.numbers[entry], book.numbers[entry, PLACE], book.times[entry, HELD_UNTIL]
+    num_gone = end_pages(book.pages, own[LAST_PAGE], int64(until > now))
+    book.loads.prefill_tokens[place] -= own[PREFILL_TOKENS]
+    book.loads.decode_blocks[place] -= num_gone + own[OUTPUT_BLOCKS] - book.times[entry, DECAYED]
+    book.loads.requests[place] -= 1
+    _unlink(book, entry)
+    remove(book.names, entry)
+    if until > now:
+        size = book.ended.shape[0]
+        if book.state[NUM_ENDED] == size:
+            _forget_first(book)
+        last = (book.state[FIRST_ENDED] + book.state[NUM_ENDED]) % size
+        book.ended[last, 0], book.ended[last, 1], book.ended_until[last] = place, own[LAST_PAGE], until
+        book.state[NUM_ENDED] += 1
+
+
+@helper
+def _forget_first(book: BookColumns) -> None:
+    """Forget the pages of the reservation that was the first to end."""
+    first = book.state[FIRST_ENDED]
+    drop_pages(book.pages, book.ended[first, 1])
+    book.state[FIRST_ENDED] = (first + 1) % book.ended.shape[0]
+    book.state[NUM_ENDED] -= 1
+
+
+@helper
+def follow(book: BookColumns, entry: int, step: int, blocks: int, fraction: float, times: tuple[float, float]) -> None:
+    """Apply a step of a reservation: see AT_FIRST_TOKEN.
+
+    blocks, fraction: see `Progressed`. times: when it was made and now, in seconds since 1970.
+    """
+    own, place = book.numbers[entry], book.numbers[entry, PLACE]
+    if step == AT_END:
+        _end(book, entry, times[1])
+        return
+    if step == AT_FIRST_TOKEN:
+        book.loads.prefill_tokens[place] -= own[PREFILL_TOKENS]
+        own[PREFILL_TOKENS] = 0
+    elif blocks > own[OUTPUT_BLOCKS]:  # otherwise it was applied before
+        change = float(blocks - own[OUTPUT_BLOCKS])
+        own[OUTPUT_BLOCKS] = blocks
+        if fraction != UNCHANGED:
+            decayed = (count_own(book.pages, own[LAST_PAGE]) + blocks) * (1.0 - fraction)
+            change += book.times[entry, DECAYED] - decayed
+            book.times[entry, DECAYED] = decayed
+        book.loads.decode_blocks[place] += change
+    if times[0] > book.times[entry, TOUCHED_AT]:
+        book.times[entry, TOUCHED_AT] = times[0]
+        _unlink(book, entry)
+        _append(book, entry)
+
+
+@kernel
+def find_reservation(book: BookColumns, name: BytesInput) -> int:
+    """Return the entry of a reservation, or NONE."""
+    return find_name(book, name, int64(0), int64(name.shape[0]))
+
+
+@kernel
+def reserve(
+    book: BookColumns, name: BytesInput, hashes: U64Input, place: int, tokens: int, times: tuple[float, float]
+) -> bool:
+    """Add a reservation, see `add`."""
+    return add(book, name, int64(0), int64(name.shape[0]), hashes, place, tokens, times)
+
+
+@kernel
+def progress(
+    book: BookColumns, name: BytesInput, step: int, blocks: int, fraction: float, times: tuple[float, float]
+) -> bool:
+    """Apply a step of a reservation, see `follow`. Returns False if it is unknown."""
+    entry = find_name(book, name, int64(0), int64(name.shape[0]))
+    if entry != NONE:
+        follow(book, entry, step, blocks, fraction, times)
+    return entry != NONE
+
+
+@kernel
+def expire(book: BookColumns, now: float, ttl_s: float) -> None:
+    """End reservations that have expired, and forget pages that no longer count as held."""
+    while book.state[OLDEST] != NONE and book.times[book.state[OLDEST], TOUCHED_AT] + ttl_s <= now:
+        _end(book, book.state[OLDEST], now)
+        book.state[NUM_EXPIRED] += 1
+    while book.state[NUM_ENDED] > 0 and book.ended_until[book.state[FIRST_ENDED]] <= now:
+        _forget_first(book)
+
+
+@kernel
+def list_entries(book: BookColumns, out: I64Vector) -> None:
+    """Write the entries of all reservations, those that expire first before others."""
+    entry = book.state[OLDEST]
+    for i in range(out.shape[0]):
+        out[i] = entry
+        entry = book.numbers[entry, AFTER]
+
+
+@kernel
+def put_in_order(book: BookColumns, entries: I64Vector) -> None:
+    """Let all reservations expire in another order. entries: all of them."""
+    book.state[OLDEST] = book.state[NEWEST] = NONE
+    for i in range(entries.shape[0]):
+        _append(book, entries[i])
