@@ -2,6 +2,7 @@
 
 import base64
 import json
+import time
 from itertools import chain
 from typing import Any
 from unittest.mock import Mock
@@ -37,6 +38,7 @@ from tests.rigs.direct_selections import (
 from tests.rigs.raw_http import body_of, heads_taken, request, run
 from tests.support.effort import num_examples
 from tests.support.log.records import Stream
+from tests.support.replica_process import reserved
 from tests.support.waiting import async_wait_until
 
 going_on = st.lists(asked | st.tuples(steps, st.integers(0, 5)), max_size=12)
@@ -211,6 +213,28 @@ async def test_steps_that_a_direct_connection_pipelines_are_all_followed() -> No
             unknown = await fleet.direct.ask(step_of("x", step))
             assert unknown == await fleet.direct.ask(step_of("x", step, "?"))
             assert unknown[0] == b"HTTP/1.1 404 Not Found"
+
+
+@pytest.mark.parametrize("step", [RELEASED, PREFILL_COMPLETE, OUTPUT_BLOCK])
+async def test_a_step_ends_the_prefill_of_its_request_as_by_the_routes(step: str, taken: list[Head]) -> None:
+    async with a_fleet({("1", 0): {}, ("2", 0): {}}) as fleet:
+        for _ in range(4):  # then the steps are answered by a kernel
+            name = (await fleet.reserved())["selection_id"]
+            assert (await fleet.direct.ask(step_of(name, step)))[0] == OK
+        found = list[Any]()
+        for mark in ("", "?"):
+            for name, worker in (("r", "1"), ("r/prefill", "2")):
+                assert fleet.exchange.book.apply(reserved(name, worker, [1, 2], time.time()), time.time())
+            begin = len(fleet.records)
+            del taken[:]
+            assert (await fleet.direct.ask(step_of("r", step, mark)))[0] == OK
+            found.append((fleet.records[begin:], await fleet.loads()))
+            assert not taken  # a kernel answers, or FastAPI
+            assert ("r/prefill" in fleet.exchange.book) == (step == OUTPUT_BLOCK)
+            for name in ("r", "r/prefill"):
+                await fleet.direct.ask(step_of(name, RELEASED))
+        assert found[0] == found[1]
+        assert len(found[0][0]) == (1 if step == OUTPUT_BLOCK else 2)
 
 
 @pytest.mark.parametrize("line", [b"Origin: http://evil.example\r\n", b"SEC-Fetch-Site: cross-site\r\n"])
