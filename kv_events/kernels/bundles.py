@@ -40,7 +40,6 @@ BytesInput: TypeAlias = Annotated[Any, types.Bytes(types.uint8, 1, "C", readonly
 kernels it is a `U8Input`."""
 
 # two-dimensional, in C order
-I32Matrix: TypeAlias = Annotated[npt.NDArray[np.int32], types.int32[:, ::1]]
 F64Matrix: TypeAlias = Annotated[npt.NDArray[np.float64], types.float64[:, ::1]]
 U32Matrix: TypeAlias = Annotated[npt.NDArray[np.uint32], types.uint32[:, ::1]]
 U64Matrix: TypeAlias = Annotated[npt.NDArray[np.uint64], types.uint64[:, ::1]]

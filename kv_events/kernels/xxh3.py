@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kv_events.kernels.bundles import U32Input, U64Input, U64Vector
 from kv_events.kernels.declare import helper, inline_helper, kernel
-from kv_events.kernels.instructions import folded_product
+from kv_events.kernels.instructions import folded_product, swapped
 from kv_events.kernels.numbers import U64, uint64
 
 _SECRET = bytes.fromhex(
@@ -47,13 +47,6 @@ def _rotate_left(x: U64, bits: int) -> U64:
 
 
 @inline_helper
-def _swap64(x: U64) -> U64:
-    x = ((x & uint64(0x00FF00FF00FF00FF)) << uint64(8)) | ((x >> uint64(8)) & uint64(0x00FF00FF00FF00FF))
-    x = ((x & uint64(0x0000FFFF0000FFFF)) << uint64(16)) | ((x >> uint64(16)) & uint64(0x0000FFFF0000FFFF))
-    return _rotate_left(x, 32)
-
-
-@inline_helper
 def _avalanche(h: U64) -> U64:
     h ^= h >> uint64(37)
     h *= _AVALANCHE
@@ -75,17 +68,22 @@ def _mix16(tokens: U32Input, i: int, offset: int, seed: U64) -> U64:
 
 
 @inline_helper
+def _hash_ends(first: U64, last: U64, num_bytes: int, seed: U64) -> U64:
+    """Hash 9 to 16 bytes. first, last: the eight bytes at each end."""
+    lo = first ^ ((_SECRET_AT[24] ^ _SECRET_AT[32]) + seed)
+    hi = last ^ ((_SECRET_AT[40] ^ _SECRET_AT[48]) - seed)
+    return _avalanche(uint64(num_bytes) + swapped(lo) + hi + folded_product(lo, hi))
+
+
+@inline_helper
 def hash_pair(low: U64, high: U64, seed: U64) -> U64:
     """Return XXH3-64 of the 16 bytes low ‖ high (both u64, little-endian)."""
-    lo = low ^ ((_SECRET_AT[24] ^ _SECRET_AT[32]) + seed)
-    hi = high ^ ((_SECRET_AT[40] ^ _SECRET_AT[48]) - seed)
-    return _avalanche(uint64(16) + _swap64(lo) + hi + folded_product(lo, hi))
+    return _hash_ends(low, high, 16, seed)
 
 
 @inline_helper
 def _hash_up_to_8(tokens: U32Input, start: int, n: int, seed: U64) -> U64:
-    swapped = _swap64(seed & _LOW32) >> uint64(32)
-    seed = seed ^ (swapped << uint64(32))
+    seed = seed ^ swapped(seed & _LOW32)
     flip = (_SECRET_AT[8] ^ _SECRET_AT[16]) - seed
     h = (uint64(tokens[start + n - 1]) + (uint64(tokens[start]) << uint64(32))) ^ flip
     h ^= _rotate_left(h, 49) ^ _rotate_left(h, 24)
@@ -97,9 +95,7 @@ def _hash_up_to_8(tokens: U32Input, start: int, n: int, seed: U64) -> U64:
 
 @inline_helper
 def _hash_up_to_16(tokens: U32Input, start: int, n: int, seed: U64) -> U64:
-    lo = _word(tokens, start) ^ ((_SECRET_AT[24] ^ _SECRET_AT[32]) + seed)
-    hi = _word(tokens, start + n - 2) ^ ((_SECRET_AT[40] ^ _SECRET_AT[48]) - seed)
-    return _avalanche(uint64(4 * n) + _swap64(lo) + hi + folded_product(lo, hi))
+    return _hash_ends(_word(tokens, start), _word(tokens, start + n - 2), 4 * n, seed)
 
 
 @inline_helper

@@ -91,17 +91,17 @@ def make_book(num_reservations: int, num_pages: int, num_places: int) -> BookCol
 
 
 @inline_helper
-def _key(book: BookColumns, name: U8Input, begin: int, end: int) -> U64:
-    return hash_bytes(name, begin, end, uint64(book.names.meta[SECRET]))
+def _key(book: BookColumns, name: U8Input, size: int) -> U64:
+    return hash_bytes(name, int64(0), size, uint64(book.names.meta[SECRET]))
 
 
 @helper
-def find_name(book: BookColumns, name: U8Input, begin: int, end: int) -> int:
-    """Return the entry of the reservation whose name is `name[begin:end]`, or NONE."""
-    entry = find(book.names, _key(book, name, begin, end))
+def find_name(book: BookColumns, name: U8Input, size: int) -> int:
+    """Return the entry of the reservation whose name is `name[:size]`, or NONE."""
+    entry = find(book.names, _key(book, name, size))
     is_other = entry >= 0 and (
-        book.numbers[entry, NAME_BYTES] != end - begin
-        or not equal_bytes(name, begin, end, book.texts, entry * MAX_REQUEST_ID_BYTES)
+        book.numbers[entry, NAME_BYTES] != size
+        or not equal_bytes(name, int64(0), size, book.texts, entry * MAX_REQUEST_ID_BYTES)
     )
     return int64(NONE) if is_other else entry
 
@@ -110,8 +110,7 @@ def find_name(book: BookColumns, name: U8Input, begin: int, end: int) -> int:
 def add(
     book: BookColumns,
     name: U8Input,
-    begin: int,
-    end: int,
+    size: int,
     hashes: U64Input,
     place: int,
     tokens: int,
@@ -119,19 +118,19 @@ def add(
 ) -> bool:
     """Add a reservation. Returns False if there is one with this name, or no room.
 
-    name: it is `name[begin:end]`. hashes: uint64[n] of its prompt. tokens: of them, those that are to be computed.
+    name: it is `name[:size]`. hashes: uint64[n] of its prompt. tokens: of them, those that are to be computed.
     times: see TOUCHED_AT and HELD_UNTIL.
     """
-    if end - begin > MAX_REQUEST_ID_BYTES:
+    if size > MAX_REQUEST_ID_BYTES:
         return False
-    entry, is_new = find_or_insert(book.names, _key(book, name, begin, end))
+    entry, is_new = find_or_insert(book.names, _key(book, name, size))
     if entry < 0 or not is_new:
         return False
-    for i in range(begin, end):
-        book.texts[entry * MAX_REQUEST_ID_BYTES + i - begin] = name[i]
+    for i in range(size):
+        book.texts[entry * MAX_REQUEST_ID_BYTES + i] = name[i]
     last, num_new = book_pages(book.pages, hashes, place, times[1])
     own = book.numbers[entry]
-    own[NAME_BYTES], own[PLACE], own[LAST_PAGE], own[PREFILL_TOKENS] = end - begin, place, last, tokens
+    own[NAME_BYTES], own[PLACE], own[LAST_PAGE], own[PREFILL_TOKENS] = size, place, last, tokens
     own[OUTPUT_BLOCKS] = 0
     book.times[entry, TOUCHED_AT], book.times[entry, HELD_UNTIL], book.times[entry, DECAYED] = times[0], times[1], 0.0
     book.loads.prefill_tokens[place] += tokens
@@ -223,7 +222,7 @@ def follow(book: BookColumns, entry: int, step: int, blocks: int, fraction: floa
 @kernel
 def find_reservation(book: BookColumns, name: BytesInput) -> int:
     """Return the entry of a reservation, or NONE."""
-    return find_name(book, name, int64(0), int64(name.shape[0]))
+    return find_name(book, name, int64(name.shape[0]))
 
 
 @kernel
@@ -231,7 +230,7 @@ def reserve(
     book: BookColumns, name: BytesInput, hashes: U64Input, place: int, tokens: int, times: tuple[float, float]
 ) -> bool:
     """Add a reservation, see `add`."""
-    return add(book, name, int64(0), int64(name.shape[0]), hashes, place, tokens, times)
+    return add(book, name, int64(name.shape[0]), hashes, place, tokens, times)
 
 
 @kernel
@@ -239,7 +238,7 @@ def progress(
     book: BookColumns, name: BytesInput, step: int, blocks: int, fraction: float, times: tuple[float, float]
 ) -> bool:
     """Apply a step of a reservation, see `follow`. Returns False if it is unknown."""
-    entry = find_name(book, name, int64(0), int64(name.shape[0]))
+    entry = find_name(book, name, int64(name.shape[0]))
     if entry != NONE:
         follow(book, entry, step, blocks, fraction, times)
     return entry != NONE

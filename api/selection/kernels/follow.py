@@ -44,7 +44,7 @@ class StepTable(NamedTuple):
 @helper
 def _follow(book: BookColumns, table: StepTable, name_bytes: int, step: int, now: float) -> bool:
     """Note a step of the reservation with the name in `table`. Returns False if it is unknown."""
-    entry = find_name(book, table.name, int64(0), name_bytes)
+    entry = find_name(book, table.name, name_bytes)
     if entry == NONE:
         return False
     blocks = min(book.numbers[entry, OUTPUT_BLOCKS] + 1, MAX_OUTPUT_BLOCKS) if step == AT_OUTPUT else int64(0)

@@ -103,7 +103,7 @@ def _book(
     )
     row, prefill = int64(roster.rows[chosen]), int64(np.rint(roster.computed[chosen]))
     place, name = int64(roster.places[row]), choices.name
-    if not add(table.book, name, int64(0), name_bytes, hashes, place, prefill, times):
+    if not add(table.book, name, name_bytes, hashes, place, prefill, times):
         return False
     index, num_shown = shown_rows(costs[:count], chosen, shown), min(count, shown.shape[0])
     of_name, of_prompt, choice = (name, name_bytes), (tokens, prefill), (num_shown, index)
