@@ -78,14 +78,21 @@ class Choices(NamedTuple):
     """Requests, tokens of their prompts, those of them that the best candidates held, and that the chosen ones did."""
     lost: Sequence[tuple[str, int, int, int]]
     """For each worker that was chosen though others held more: requests, tokens, and the number of the last choice."""
-    ends: Sequence[int]
-    """Where the record of each choice ends."""
     records: bytes
     """The reservations of the choices, encoded, one after the other."""
+    ends: Sequence[int]
+    """Where the record of each choice ends."""
+    name_at: int
+    """Where each record has the name of its reservation: its size is the byte before."""
 
     def record(self, number: int) -> bytes:
         """Return the record of a choice."""
         return self.records[self.ends[number - 1] if number else 0 : self.ends[number]]
+
+    def name(self, number: int) -> str:
+        """Return the name of the reservation of a choice."""
+        at = self.name_at + (self.ends[number - 1] if number else 0)
+        return self.records[at : at + self.records[at - 1]].decode()
 
 
 VERSION = SCHEMA_VERSION

@@ -76,6 +76,7 @@ FOLDERS_BESIDE = (decisions.DECISIONS_FOLDER, RESERVATIONS_FOLDER)
 _NAME = "\0"
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ReservationRecord)
+_any_decoder = msgspec.msgpack.Decoder()
 _several_decoder = msgspec.msgpack.Decoder(Several)
 _IS_SEVERAL = _encoder.encode(Several(VERSION, [])).partition(_encoder.encode(VERSION))[0][1:]
 _JOINED_OPENING = _encoder.encode(Several(VERSION, []))[:-1] + b"\xdd"
@@ -123,8 +124,14 @@ def num_records(payload: bytes) -> int:
 
 def join(payloads: Sequence[bytes]) -> bytes:
     """Return the payload of one record of the log with the records of others that this process encoded."""
-    singles = (each.removeprefix(each[:_FIRST_AT] if each.startswith(_JOINED_OPENING) else b"") for each in payloads)
-    return joined(sum(map(num_records, payloads)), b"".join(singles))
+    records = [each[_FIRST_AT:] if each.startswith(_JOINED_OPENING) else each for each in payloads]
+    return joined(sum(map(num_records, payloads)), b"".join(records))
+
+
+def encoded_id(payload: bytes) -> str:
+    """Return the id of a record that this process encoded."""
+    _, _, _, subject, *_ = _any_decoder.decode(payload)
+    return subject if isinstance(subject, str) else str(subject[2])
 
 
 def is_by(payload: bytes, prefixes: tuple[bytes, ...]) -> bool:

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_events.errors import KvsightError
-from kv_events.hashing import U64Array
 from kv_events.kernels.bundles import pin
 from kv_events.kernels.load import load
 from kv_events.kernels.page_table import num_live
@@ -21,7 +20,6 @@ from kv_events.limits import MAX_REQUEST_ID_BYTES
 from kv_events.reservations import STEPS, ReservationRecord, Reserved, reservation_id, time_of
 from kv_events.streams import StreamId
 from selection.kernels import reservations as kernels
-from selection.kernels.weigh import RosterColumns, weigh
 
 MAX_RESERVATIONS = 2**17
 MAX_PAGES = 2**23
@@ -120,18 +118,6 @@ class Book:
         """Return what is booked on each rank that has reservations."""
         return {rank: booked for rank in self._places if (booked := self.booked(rank)).requests}
 
-    def weigh(
-        self,
-        hashes: U64Array,
-        streams: npt.NDArray[np.int32],
-        pages: npt.NDArray[np.uint32],
-        roster: RosterColumns,
-        numbers: tuple[int, int, int],
-        times: tuple[float, float],
-    ) -> int:
-        """Call the kernel of this name. roster: pinned."""
-        return weigh(self.pinned, hashes, streams, pages, roster, numbers, times)
-
     def apply(self, record: ReservationRecord, now: float) -> bool:
         """Apply a record. Returns False if it means nothing: a known id is reserved again, or an unknown one goes on.
 
@@ -173,17 +159,13 @@ class Book:
         if decision.request_id in self:
             return False
         hashes = np.frombuffer(decision.sequence_hashes, "<u8")
-        self.check_room(1, len(hashes))
+        if len(self) == self._max:
+            raise BookFullError(f"{self._max} requests are reserved")
+        if num_live(self.columns.pages.table) + len(hashes) > self._max_pages:
+            raise BookFullError(f"{self._max_pages} pages are booked")
         place = self.number(StreamId(decision.model, decision.tenant, decision.worker, decision.dp_rank or 0))
         times = at, self.held_until(min(decision.timestamp, now))
         return kernels.reserve(self.pinned, name, hashes, place, record.prefill_tokens, times)
-
-    def check_room(self, num_reservations: int, num_pages: int) -> None:
-        """Check that there is room for more. Raises BookFullError."""
-        if len(self) + num_reservations > self._max:
-            raise BookFullError(f"{self._max} requests are reserved")
-        if num_live(self.columns.pages.table) + num_pages > self._max_pages:
-            raise BookFullError(f"{self._max_pages} pages are booked")
 
     def held_until(self, at: float) -> float:
         """Return until when the pages of a reservation of a moment count as held, in seconds since 1970."""

@@ -48,7 +48,7 @@ _PROBE_S = 1.0
 _MARGIN_S = 5.0
 """Most by which clocks of replicas differ."""
 _EXPIRE_EVERY_S = 0.5
-RESERVED = RESERVATIONS.kinds[0]
+_RESERVED = RESERVATIONS.kinds[0]
 _NOT_READ = "reservations of other replicas are not read yet"
 
 
@@ -58,7 +58,7 @@ class ChoiceListener(Protocol):
     def take(self, record: Decision) -> None:
         """Count a choice."""
 
-    def decide_all(self, choices: Choices) -> None:
+    def take_all(self, choices: Choices) -> None:
         """Count choices that were made at once."""
 
 
@@ -108,9 +108,9 @@ class ReservationExchange:
 
     def put_choices(self, choices: Choices) -> None:
         """Queue the records of choices that a kernel has booked and encoded."""
-        self.put_joined({RESERVED: len(choices.ends)}, choices.records)
+        self.put_joined({_RESERVED: len(choices.ends)}, choices.records)
         if self.listener is not None:
-            self.listener.decide_all(choices)
+            self.listener.take_all(choices)
 
     def _notify(self, record: ReservationRecord) -> None:
         if self.listener is not None and isinstance(record, Reserved):
@@ -222,7 +222,7 @@ class ReservationExchange:
 
 
 def _kind(record: ReservationRecord) -> str:
-    return RESERVED if isinstance(record, Reserved) else record.step
+    return _RESERVED if isinstance(record, Reserved) else record.step
 
 
 def create_exchange(

@@ -20,7 +20,7 @@ from kv_events.schema import NUM_MEDIA
 from kv_events.streams import StreamId
 from selection.book import Book
 from selection.candidates import Candidates, selected
-from selection.kernels.weigh import RosterColumns
+from selection.kernels.weigh import RosterColumns, weigh
 
 _REFRESH_S = 0.1
 _NEW_S = 1.5  # an older report may count requests that have ended since
@@ -152,7 +152,7 @@ class Rosters:
         roster, block_size = self.of(namespace, now), namespace.key.block_size
         numbers = block_size, -(-found.tokens // block_size), found.tokens
         times = now, freshness.expired_before()
-        count = self._book.weigh(found.hashes, found.streams, found.pages, roster.pinned, numbers, times)
+        count = weigh(self._book.pinned, found.hashes, found.streams, found.pages, roster.pinned, numbers, times)
         everyone = roster.candidates
         if count == len(roster.ranks):
             return Weighed(roster, range(count), everyone)

@@ -32,8 +32,10 @@ _MAX_LOSING = 512
 _EXAMPLE_PAGES = 512
 """The first pages of an example, which are asked about."""
 _MAX_EXAMPLE_BYTES = 16_384
-_Example: TypeAlias = tuple[Decision | bytes, int | None]
-"""A decision, or the record of its reservation, and what the engine reused."""
+_Choice: TypeAlias = Decision | bytes
+"""A decision, or the record of its reservation."""
+_Example: TypeAlias = tuple[_Choice, int | None]
+"""A choice, and what the engine reused."""
 
 
 class DecisionWindow:
@@ -46,17 +48,15 @@ class DecisionWindow:
     def __init__(self) -> None:
         self._all: dict[int, list[int]] = {}
         self._finished: dict[int, list[int]] = {}
-        self._waiting: OrderedDict[str, Decision] = OrderedDict()
-        self._unread: deque[Choices] = deque()  # that wait, too: their names matter once an outcome is reported
-        self._num_waiting = self._waiting_bytes = 0
-        self._recent: deque[tuple[Decision, int | None]] = deque(maxlen=_SHOWN)  # with what the engine reused
+        self._waiting: OrderedDict[str, _Choice] = OrderedDict()
+        self._waiting_bytes = 0
+        self._recent: deque[tuple[str, _Choice, int | None]] = deque(maxlen=_SHOWN)  # with what the engine reused
         self._early: OrderedDict[str, int] = OrderedDict()  # outcomes that came before their decision
         self._losing: dict[int, dict[tuple[str, str], list[int]]] = {}  # minute -> key -> requests and tokens
         self._examples: OrderedDict[tuple[str, str], _Example] = OrderedDict()  # newest last
 
     def take(self, record: DecisionRecord) -> None:
         """Count a decision, or finish it with its outcome."""
-        self._read()
         if isinstance(record, Outcome):
             self._finish(record.request_id, record.cached_tokens)
         elif record.request_id.removesuffix(AT_PREFILL) not in self._waiting:
@@ -64,65 +64,40 @@ class DecisionWindow:
             _add(self._all, record.timestamp, _sums(record))
             lost = _best(record) - (record.predicted_tokens or 0)
             if lost > 0 and record.predicted_tokens is not None:
-                example = _shortened(record), None
-                self._lose("choice", record.worker, (1, lost), example, record.timestamp)
-            self._wait(record)
+                self._lose("choice", record.worker, (1, lost), record, record.timestamp)
+            self._wait(record.request_id, record)
             self._trim()
 
-    def decide_all(self, choices: Choices) -> None:
+    def take_all(self, choices: Choices) -> None:
         """Count choices that were made at once."""
         _add(self._all, choices.timestamp, choices.sums)
         for worker, requests, tokens, number in choices.lost:
-            found = choices.record(number)
-            example = found if len(found) <= _MAX_EXAMPLE_BYTES else _shortened(_decision(found))
-            self._lose("choice", worker, (requests, tokens), (example, None), choices.timestamp)
-        self._unread.append(choices)
-        self._num_waiting += len(choices.ends)
-        self._waiting_bytes += _num_bytes(choices)
-        if self._finished or self._early:
-            self._read()
+            self._lose("choice", worker, (requests, tokens), choices.record(number), choices.timestamp)
+        for number in range(len(choices.ends)):
+            self._wait(choices.name(number), choices.record(number))
         self._trim()
 
-    def _read(self) -> None:
-        """Let each of the choices wait that came together."""
-        while self._unread:
-            choices = self._unread.popleft()
-            self._num_waiting -= len(choices.ends)
-            self._waiting_bytes -= _num_bytes(choices)
-            for number in range(len(choices.ends)):
-                self._wait(_decision(choices.record(number)))
-
-    def _wait(self, decision: Decision) -> None:
-        name = decision.request_id
-        self._recent.append((_shortened(decision), None))
+    def _wait(self, name: str, choice: _Choice) -> None:
+        self._recent.append((name, _shortened(choice), None))
         if (replaced := self._waiting.pop(name, None)) is not None:
-            self._forget(replaced)
-        self._waiting[name] = decision
-        self._num_waiting += 1
-        self._waiting_bytes += _num_bytes(decision)
+            self._waiting_bytes -= _num_bytes(replaced)
+        self._waiting[name] = choice
+        self._waiting_bytes += _num_bytes(choice)
         if self._early and (early := self._early.pop(name, None)) is not None:
             self._finish(name, early)
-
-    def _forget(self, decision: Decision) -> None:
-        self._num_waiting -= 1
-        self._waiting_bytes -= _num_bytes(decision)
 
     def _trim(self) -> None:
         """Forget those that have waited for the longest time, if there are too many."""
         most = _MAX_WAITING if self._finished or self._early else _MAX_UNANSWERED
-        while self._num_waiting > most or self._waiting_bytes > _MAX_WAITING_BYTES:
-            if self._waiting:
-                self._forget(self._waiting.popitem(last=False)[1])
-            else:
-                dropped = self._unread.popleft()
-                self._num_waiting -= len(dropped.ends)
-                self._waiting_bytes -= _num_bytes(dropped)
+        while len(self._waiting) > most or self._waiting_bytes > _MAX_WAITING_BYTES:
+            self._waiting_bytes -= _num_bytes(self._waiting.popitem(last=False)[1])
 
     def report(self, now: float, range_s: float = WINDOW_S) -> DecisionFunnel:
         """Return the funnel of the hour before `now`, in seconds since 1970. range_s: of the curve."""
         everything, finished = (_curve(each, now, WINDOW_S, WINDOW_S)[0] for each in (self._all, self._finished))
         step_s = float(max(_BUCKET_S, round(range_s / _STEPS / _BUCKET_S) * _BUCKET_S))
-        recent = [_seen(*each) for each in self._newest() if each[0].timestamp > now - WINDOW_S]
+        found = [(_decision(choice), cached_tokens) for _, choice, cached_tokens in self._recent]
+        recent = [_seen(*each) for each in found if each[0].timestamp > now - WINDOW_S]
         return DecisionFunnel(
             time=now,
             window_s=WINDOW_S,
@@ -149,18 +124,13 @@ class DecisionWindow:
             causes[cause] += tokens
         return {"lost": dict(causes), "losses": losses}
 
-    def _newest(self) -> list[tuple[Decision, int | None]]:
-        """Return the decisions that are shown, with what the engines reused."""
-        unread = list[tuple[Decision, int | None]]()
-        for choices in reversed(self._unread):
-            for number in range(len(choices.ends) - 1, -1, -1):
-                unread.append((_decision(choices.record(number)), None))
-            if len(unread) >= _SHOWN:
-                break
-        return [*self._recent, *reversed(unread)][-_SHOWN:]
+    def _lose(
+        self, cause: str, worker: str, lost: tuple[int, int], example: _Choice, at: float, cached: int | None = None
+    ) -> None:
+        """Count requests that lost tokens. lost: how many requests and tokens. at: seconds since 1970.
 
-    def _lose(self, cause: str, worker: str, lost: tuple[int, int], example: _Example, at: float) -> None:
-        """Count requests that lost tokens. lost: how many requests and tokens. at: seconds since 1970."""
+        cached: tokens that the engine reused of the example.
+        """
         key, minutes = (cause, worker), self._losing
         losing = minutes.setdefault(int(at // _BUCKET_S), {})
         while len(minutes) > WINDOW_S // _BUCKET_S + 1:
@@ -170,47 +140,47 @@ class DecisionWindow:
         sums = losing.setdefault(key, [0, 0])
         sums[0] += lost[0]
         sums[1] += lost[1]
-        self._examples[key] = example
+        self._examples[key] = _shortened(example), cached
         self._examples.move_to_end(key)
         if len(self._examples) > _MAX_LOSING:
             self._examples.popitem(last=False)
 
     def _finish(self, request_id: str, cached_tokens: int) -> None:
-        decision = self._waiting.pop(request_id, None)
-        if decision is None:
+        choice = self._waiting.pop(request_id, None)
+        if choice is None:
             self._early[request_id] = cached_tokens
             if len(self._early) > _MAX_WAITING:
                 self._early.popitem(last=False)
             return
-        self._forget(decision)
+        self._waiting_bytes -= _num_bytes(choice)
+        decision = _decision(choice)
         _add(self._finished, decision.timestamp, _sums(decision, cached_tokens))
-        lost = (decision.predicted_tokens or 0) - cached_tokens
-        if lost > 0:
-            example = _shortened(decision), cached_tokens
-            self._lose("engine", decision.worker, (1, lost), example, decision.timestamp)
-        for number, (each, _) in enumerate(self._recent):
-            if each.request_id == request_id:
-                self._recent[number] = each, cached_tokens
+        if (lost := (decision.predicted_tokens or 0) - cached_tokens) > 0:
+            self._lose("engine", decision.worker, (1, lost), choice, decision.timestamp, cached_tokens)
+        for number, (name, each, _) in enumerate(self._recent):
+            if name == request_id:
+                self._recent[number] = name, each, cached_tokens
 
 
-def _num_bytes(choice: Decision | Choices) -> int:
-    """Return about what a choice, or what several of them take in memory."""
-    if isinstance(choice, Choices):
-        return _DECISION_BYTES * len(choice.ends) + len(choice.records)
+def _num_bytes(choice: _Choice) -> int:
+    """Return about what a choice takes in memory."""
+    if isinstance(choice, bytes):
+        return _DECISION_BYTES + len(choice)
     return _DECISION_BYTES + len(choice.sequence_hashes) + _CANDIDATE_BYTES * len(choice.candidates)
 
 
-def _shortened(decision: Decision) -> Decision:
-    """Return a decision without most of its pages and candidates, if they take much memory."""
-    if _num_bytes(decision) <= _MAX_EXAMPLE_BYTES:
-        return decision
+def _shortened(choice: _Choice) -> _Choice:
+    """Return a choice without most of its pages and all but the best candidate, if they take much memory."""
+    if _num_bytes(choice) <= _MAX_EXAMPLE_BYTES:
+        return choice
+    decision = _decision(choice)
+    best = sorted(decision.candidates, key=lambda each: -each.tokens)[:1]
     pages = decision.sequence_hashes[: 8 * _EXAMPLE_PAGES]
-    return msgspec.structs.replace(decision, sequence_hashes=pages, candidates=())
+    return msgspec.structs.replace(decision, sequence_hashes=pages, candidates=tuple(best))
 
 
-def _decision(record: bytes) -> Decision:
-    """Decode the reservation of a choice."""
-    found = decode_choice(Channel.RESERVATIONS, record)
+def _decision(choice: _Choice) -> Decision:
+    found = decode_choice(Channel.RESERVATIONS, choice) if isinstance(choice, bytes) else choice
     assert isinstance(found, Decision)
     return found
 
@@ -263,8 +233,7 @@ def _curve(buckets: Mapping[int, list[int]], now: float, range_s: float, step_s:
 
 
 def _loss(cause: str, worker: str, requests: int, tokens: int, example: _Example) -> Loss:
-    found, cached_tokens = example
-    decision = _decision(found) if isinstance(found, bytes) else found
+    decision, cached_tokens = _decision(example[0]), example[1]
     body = {"model_name": decision.model, "routing_group": decision.tenant, "worker": worker, "at": decision.timestamp}
     hashes = np.frombuffer(decision.sequence_hashes[: 8 * _EXAMPLE_PAGES], "<u8").tolist()
     text = msgspec.json.encode({**body, "seq_hashes": hashes}).decode() if hashes else ""

@@ -19,8 +19,8 @@ from api.fast.kernels.recognise import MAX_NAME_BYTES
 from api.fast.writer import Plan, texts
 from api.selection.answers import worker_name
 from api.selection.kernels.follow import StepTable, follow_requests
-from api.selection.kernels.record import NUM_RECORDS, Choices, RecordTexts, make_choices
-from api.selection.kernels.select import MOST_EXPLAINED, SelectionTable, select_requests
+from api.selection.kernels.record import NUM_RECORDS, BookedChoices, RecordTexts, make_choices
+from api.selection.kernels.select import MOST_EXPLAINED, MOST_HASHES, SelectionTable, select_requests
 from indexer.namespaces import Namespace
 from kv_events.http.selection import Overlap, Selection, WeighedCandidate
 from kv_events.kernels.bundles import BoolVector, U8Vector, pin
@@ -40,8 +40,8 @@ _GAP = 1000001
 _GAPS = re.compile(rb'"%d":%d|%d' % (_GAP, _GAP, _GAP))
 _OVERLAP = Overlap(longest_matched=_GAP, gpu=_GAP, dp={_GAP: _GAP}, cpu=_GAP, disk=_GAP, predicted=_GAP)
 _BEGIN, _BEGIN_COST, _LAST = b',"overlap":{', b',"cost":', b"]}"  # in a JSON string, the quotes would be escaped
-MOST_CHOICES, MOST_HASHES, _HASH_BYTES = MOST_AT_ONCE, 2**13, 21
-"""Bounds on what is booked in one call of the kernel. A longer prompt is booked in Python."""
+MOST_CHOICES, _HASH_BYTES = MOST_AT_ONCE, 21
+"""Bound on the choices that are booked in one call of the kernel, and on the text of a hash."""
 _STEP_ANSWER_BYTES = 2**10
 
 
@@ -53,7 +53,7 @@ class DirectTable(NamedTuple):
     """What answers say about a roster."""
 
     pinned: SelectionTable
-    choices: Choices
+    choices: BookedChoices
     """Those of the table."""
     answer_bytes: int
     """Bound on the size of an answer."""
@@ -80,7 +80,7 @@ class SelectionPlan(NamedTuple):
 
     def answer_requests(self, sockets: SocketBuffers, count: int, head_size: int, times: Times) -> int:
         """Call `select_requests`."""
-        found, sizes = self.found, (count, head_size, self.answer_bytes, MOST_HASHES)
+        found, sizes = self.found, (count, head_size, self.answer_bytes)
         query = found.numbers, found.seeds, found.lookup, found.buffers, found.table, found.layout, times
         choice = self.scale, next_turns(count), self.name, *self.moments
         if self.allowed is not None:

@@ -23,7 +23,7 @@ from api.queries.body_formats import Body, BodyFormat, LargeBodies, decode_as, f
 from api.queries.routes import RawEndpoint, json_response, read_body
 from api.selection.answers import load_of, loads_of, worker_name
 from api.selection.direct import StepPlan, direct_steps
-from api.selection.kernels.record import Choices as BookedChoices
+from api.selection.kernels.record import NAME_HEAD_BYTES, BookedChoices
 from api.selection.requests import Prompt, decoded
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
@@ -31,7 +31,15 @@ from kv_events.decisions import VERSION, Choices, Decision, check_text
 from kv_events.errors import InvalidValueError
 from kv_events.http.selection import Done, ModelLoads, OutputBlock, Reservation, ReserveRequest
 from kv_events.limits import MAX_OUTPUT_BLOCKS, MAX_PAGES_PER_DECISION, MAX_REQUEST_ID_BYTES
-from kv_events.reservations import AT_PREFILL, OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, Progressed, Reserved
+from kv_events.reservations import (
+    AT_PREFILL,
+    OUTPUT_BLOCK,
+    PREFILL_COMPLETE,
+    RELEASED,
+    Progressed,
+    Reserved,
+    record_openings,
+)
 from kv_events.streams import StreamId
 from selection.book import BookFullError
 from selection.exchange import ReservationExchange
@@ -70,6 +78,7 @@ class Reservations:
         self.in_thread = LargeBodies().in_thread
         """For bodies of the selection service."""
         self._steps = direct_steps(exchange.replica, _DONE)
+        self._name_at = len(record_openings(exchange.replica)[0]) + NAME_HEAD_BYTES
         self._pending_pages = 0
         self._pending: OrderedDict[tuple[str, str, str], tuple[float, list[Reserved]]] = OrderedDict()
 
@@ -122,14 +131,12 @@ class Reservations:
             for rank in ranks:
                 self.book.number(rank)
 
-    def note(self, choices: BookedChoices, ranks: Sequence[StreamId], now: float) -> int:
-        """Send what a kernel has booked to other replicas. Returns how many choices there are. ranks: of the roster."""
+    def note(self, choices: BookedChoices, ranks: Sequence[StreamId], now: float) -> None:
+        """Send what a kernel has booked to other replicas. ranks: those of the roster."""
         count, _, num_bytes, num_lost, tokens, best, held = choices.made.tolist()
         lost = [(ranks[row].worker, *numbers) for row, *numbers in choices.lost[:num_lost].tolist()]
-        records = choices.records[:num_bytes].tobytes()
-        sums, ends = (count, tokens, best, held), choices.ends[:count].tolist()
-        self._exchange.put_choices(Choices(now, sums, lost, ends, records))
-        return int(count)
+        records, ends = choices.records[:num_bytes].tobytes(), choices.ends[:count].tolist()
+        self._exchange.put_choices(Choices(now, (count, tokens, best, held), lost, records, ends, self._name_at))
 
     def keep_pending(self, records: list[Reserved], now: float) -> None:
         """Keep a choice for the caller, who may reserve it within two minutes."""

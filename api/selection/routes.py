@@ -21,6 +21,7 @@ from api.queries.routes import Handler, RawEndpoint, check_connected, json_respo
 from api.queries.text import has_text
 from api.selection.answers import loads_of, overlaps_of, selection_of
 from api.selection.direct import SelectionPlan, direct_table, session_text
+from api.selection.kernels.record import NUM_RECORDS
 from api.selection.requests import Prompt, Render, decoded, decoded_text, question_of, rendered_prompt
 from api.selection.reservations import Reservations, check_id
 from api.view_source import ViewSource
@@ -121,8 +122,9 @@ class SelectionRoutes:
         table, found = roster.kept[kind], self._writer.plan(question_of(request, "token_ids"), namespace)
 
         def note() -> None:
-            count = self.reservations.note(table.choices, roster.ranks, now)
-            selector.num_named += 0 if request.selection_id else count
+            if not request.selection_id:
+                selector.num_named += table.choices.made.item(NUM_RECORDS)
+            self.reservations.note(table.choices, roster.ranks, now)
 
         moments, first_name = (now, book.held_until(now), book.ttl_s), selector.num_named + 1
         allowed = None

@@ -15,7 +15,7 @@ from kv_events.kafka.settings import KafkaSettings
 from kv_events.kafka.topics import inspect_topics
 from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.records import LogRecord
-from kv_events.reservations import MAX_JOINED, decode_reservation, join, num_records, reservation_id, singles
+from kv_events.reservations import MAX_JOINED, encoded_id, join, num_records, singles
 
 logger = logging.getLogger(__name__)
 
@@ -104,5 +104,4 @@ def _split(record: LogRecord) -> Iterable[LogRecord]:
     payloads = singles(record.payload)
     if payloads == [record.payload]:
         return [record]
-    ids = [reservation_id(decode_reservation(each)) for each in payloads]
-    return [record._replace(key=key.encode(), payload=each) for key, each in zip(ids, payloads, strict=True)]
+    return [record._replace(key=encoded_id(each).encode(), payload=each) for each in payloads]

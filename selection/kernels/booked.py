@@ -60,8 +60,8 @@ def _key(page: U64, place: int) -> U64:
 def book_pages(pages: BookedPages, hashes: U64Input, place: int, until: float) -> tuple[int, int]:
     """Book the pages of a prompt. Returns the entry of the last one, and how many were not booked before.
 
-    hashes: uint64[n]. until: see `predicted_until`; 0: the pages are not predicted. No page is booked after one for
-    which there is no room, or which follows on another page elsewhere: no engine gives two prompts one hash.
+    hashes: uint64[n]. until: see `predicted_until`; 0: the pages are not predicted. No page is booked from the first
+    one on for which there is no room, or which follows on another page elsewhere: no engine gives two prompts one hash.
     """
     last, num_new = int64(NO_PAGE), int64(0)
     for i in range(hashes.shape[0]):

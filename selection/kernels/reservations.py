@@ -91,14 +91,14 @@ def make_book(num_reservations: int, num_pages: int, num_places: int) -> BookCol
 
 
 @inline_helper
-def _key(book: BookColumns, name: U8Input, size: int) -> U64:
-    return hash_bytes(name, int64(0), size, uint64(book.names.meta[SECRET]))
+def _key(book: BookColumns, name: U8Input) -> U64:
+    return hash_bytes(name, int64(0), int64(name.shape[0]), uint64(book.names.meta[SECRET]))
 
 
-@helper
-def find_name(book: BookColumns, name: U8Input, size: int) -> int:
-    """Return the entry of the reservation whose name is `name[:size]`, or NONE."""
-    entry = find(book.names, _key(book, name, size))
+@kernel
+def find_reservation(book: BookColumns, name: BytesInput) -> int:
+    """Return the entry of a reservation, or NONE."""
+    entry, size = find(book.names, _key(book, name)), int64(name.shape[0])
     is_other = entry >= 0 and (
         book.numbers[entry, NAME_BYTES] != size
         or not equal_bytes(name, int64(0), size, book.texts, entry * MAX_REQUEST_ID_BYTES)
@@ -106,24 +106,19 @@ def find_name(book: BookColumns, name: U8Input, size: int) -> int:
     return int64(NONE) if is_other else entry
 
 
-@helper
-def add(
-    book: BookColumns,
-    name: U8Input,
-    size: int,
-    hashes: U64Input,
-    place: int,
-    tokens: int,
-    times: tuple[float, float],
+@kernel
+def reserve(
+    book: BookColumns, name: BytesInput, hashes: U64Input, place: int, tokens: int, times: tuple[float, float]
 ) -> bool:
-    """Add a reservation. Returns False if there is one with this name, or no room.
+    """Add a reservation. Returns False if its name is in use or too long, or if there is no room.
 
-    name: it is `name[:size]`. hashes: uint64[n] of its prompt. tokens: of them, those that are to be computed.
-    times: see TOUCHED_AT and HELD_UNTIL.
+    hashes: uint64[n] of its prompt. tokens: of them, those that are to be computed. times: see TOUCHED_AT and
+    HELD_UNTIL.
     """
+    size = int64(name.shape[0])
     if size > MAX_REQUEST_ID_BYTES:
         return False
-    entry, is_new = find_or_insert(book.names, _key(book, name, size))
+    entry, is_new = find_or_insert(book.names, _key(book, name))
     if entry < 0 or not is_new:
         return False
     for i in range(size):
@@ -193,7 +188,9 @@ def _forget_first(book: BookColumns) -> None:
 
 
 @helper
-def follow(book: BookColumns, entry: int, step: int, blocks: int, fraction: float, times: tuple[float, float]) -> None:
+def note_step(
+    book: BookColumns, entry: int, step: int, blocks: int, fraction: float, times: tuple[float, float]
+) -> None:
     """Apply a step of a reservation: see AT_FIRST_TOKEN.
 
     blocks, fraction: see `Progressed`. times: when it was made and now, in seconds since 1970.
@@ -220,27 +217,13 @@ def follow(book: BookColumns, entry: int, step: int, blocks: int, fraction: floa
 
 
 @kernel
-def find_reservation(book: BookColumns, name: BytesInput) -> int:
-    """Return the entry of a reservation, or NONE."""
-    return find_name(book, name, int64(name.shape[0]))
-
-
-@kernel
-def reserve(
-    book: BookColumns, name: BytesInput, hashes: U64Input, place: int, tokens: int, times: tuple[float, float]
-) -> bool:
-    """Add a reservation, see `add`."""
-    return add(book, name, int64(name.shape[0]), hashes, place, tokens, times)
-
-
-@kernel
 def progress(
     book: BookColumns, name: BytesInput, step: int, blocks: int, fraction: float, times: tuple[float, float]
 ) -> bool:
-    """Apply a step of a reservation, see `follow`. Returns False if it is unknown."""
-    entry = find_name(book, name, int64(name.shape[0]))
+    """Apply a step of a reservation, see `note_step`. Returns False if it is unknown."""
+    entry = find_reservation(book, name)
     if entry != NONE:
-        follow(book, entry, step, blocks, fraction, times)
+        note_step(book, entry, step, blocks, fraction, times)
     return entry != NONE
 
 

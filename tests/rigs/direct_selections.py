@@ -99,14 +99,14 @@ class CheckedWindow:
     def take(self, record: Decision) -> None:
         self._window.take(record)
 
-    def decide_all(self, choices: Choices) -> None:
+    def take_all(self, choices: Choices) -> None:
         assert choices.ends[-1] == len(choices.records)
         sums, lost = np.zeros(4, int), dict[str, tuple[int, int, int]]()
         for number in range(len(choices.ends)):
             record = decode_reservation(choices.record(number))
             assert isinstance(record, Reserved)
             decision = record.decision
-            assert decision.timestamp == choices.timestamp
+            assert (choices.name(number), choices.timestamp) == (decision.request_id, decision.timestamp)
             held, best = decision.predicted_tokens or 0, max(each.tokens for each in decision.candidates)
             sums += 1, decision.prompt_tokens, best, held
             if best > held:
@@ -114,7 +114,7 @@ class CheckedWindow:
                 lost[decision.worker] = requests + 1, tokens + best - held, number
         assert choices.sums == tuple(sums)
         assert {worker: tuple(numbers) for worker, *numbers in choices.lost} == lost
-        self._window.decide_all(choices)
+        self._window.take_all(choices)
         self.on_choices()
 
 

@@ -19,9 +19,9 @@ from selection.kernels.reservations import (
     UNCHANGED,
     BookColumns,
     expire,
-    find_name,
+    find_reservation,
+    note_step,
 )
-from selection.kernels.reservations import follow as follow_reservation
 
 NUM_STEPS, NUM_PREFILLS, NUM_BYTES = range(3)
 _OPENING, _FIRST_STEP, _SUFFIX = 0, 1, 4
@@ -44,11 +44,11 @@ class StepTable(NamedTuple):
 @helper
 def _follow(book: BookColumns, table: StepTable, name_bytes: int, step: int, now: float) -> bool:
     """Note a step of the reservation with the name in `table`. Returns False if it is unknown."""
-    entry = find_name(book, table.name, name_bytes)
+    entry = find_reservation(book, table.name[:name_bytes])
     if entry == NONE:
         return False
     blocks = min(book.numbers[entry, OUTPUT_BLOCKS] + 1, MAX_OUTPUT_BLOCKS) if step == AT_OUTPUT else int64(0)
-    follow_reservation(book, entry, step, blocks, UNCHANGED, (now, now))
+    note_step(book, entry, step, blocks, UNCHANGED, (now, now))
     out, at = table.records, put_piece(table.records, table.made[NUM_BYTES], table.texts, _OPENING)
     at = put_float(out, put_name(out, at, table.name, name_bytes), now)
     table.made[NUM_BYTES] = put_integer(out, put_piece(out, at, table.texts, _FIRST_STEP + step), blocks)

@@ -15,16 +15,21 @@ from selection.kernels.weigh import RosterColumns
 
 OPENING, NAMES, SCOPE = range(3)
 NUM_RECORDS, NUM_HASHES, NUM_BYTES, NUM_LOST, TOKENS, MOST_HELD, HELD = range(7)
-"""Elements of `Choices.made`: number of choices, of the pages of their prompts, of bytes of their records, and of rows
-of `lost`; sums of the tokens of the prompts, of those that the best candidates held, and the chosen ones, on any tier.
+"""Elements of `BookedChoices.made`: number of choices, of the pages of their prompts, of bytes of their records, and of
+rows of `lost`; sums of the tokens of the prompts, of those that the best candidates held, and the chosen ones, on any
+tier.
 """
 ROW, REQUESTS, LOST_TOKENS, NUMBER = range(4)
-"""Columns of `Choices.lost`: row of the roster; requests for which another candidate held more, and by how many tokens;
-the number of the last such choice."""
+"""Columns of `BookedChoices.lost`: row of the roster; requests for which another candidate held more, and by how many
+tokens; the number of the last such choice."""
 
 
-class Choices(NamedTuple):
-    """Choices that a kernel has booked: room for m of them. m is 0 if choices are not booked."""
+NAME_HEAD_BYTES = 2
+"""What `put_name` writes before a name: the last byte is its size."""
+
+
+class BookedChoices(NamedTuple):
+    """BookedChoices that a kernel has booked: room for m of them. m is 0 if choices are not booked."""
 
     made: I64Vector
     """[7] see NUM_RECORDS."""
@@ -51,9 +56,9 @@ class RecordTexts(NamedTuple):
     """[up to n] scratch: the candidates of a record, see `shown_rows`."""
 
 
-def make_choices(num_choices: int, num_bytes: int, name_bytes: int) -> Choices:
+def make_choices(num_choices: int, num_bytes: int, name_bytes: int) -> BookedChoices:
     """Return room for choices, for the bytes of their records, and for a name."""
-    return Choices(
+    return BookedChoices(
         np.zeros(HELD + 1, np.int64),
         np.zeros(num_choices, np.int64),
         np.zeros((num_choices, NUMBER + 1), np.int64),

@@ -32,7 +32,7 @@ from api.selection.kernels.record import (
     REQUESTS,
     ROW,
     TOKENS,
-    Choices,
+    BookedChoices,
     RecordTexts,
     put_record,
 )
@@ -45,7 +45,7 @@ from kv_events.kernels.page_table import CAPACITY
 from kv_events.kernels.page_table_ops import num_entries
 from kv_events.reservations import AT_PREFILL
 from selection.kernels.choose import least_work, shown_rows
-from selection.kernels.reservations import BookColumns, add, expire
+from selection.kernels.reservations import BookColumns, expire, reserve
 from selection.kernels.weigh import RosterColumns, weigh
 
 _ID, _HASHES, _TOKENS = range(3)
@@ -54,6 +54,8 @@ _GPU, _RANKS, _CPU, _DISK, _PREDICTED, _COMPUTED, _BLOCKS, _END, _HELD, _PREFILL
 _AT_PREFILL = np.frombuffer(AT_PREFILL.encode(), np.uint8)
 _DOT = uint8(ord("."))
 
+MOST_HASHES = 2**13
+"""Bound on the pages of the prompts that are booked in one call. A longer prompt is booked in Python."""
 MOST_EXPLAINED = 3
 """Candidates that an answer shows."""
 COST_SCALE = 1e3
@@ -65,7 +67,7 @@ class SelectionTable(NamedTuple):
 
     book: BookColumns
     roster: RosterColumns
-    choices: Choices
+    choices: BookedChoices
     record: RecordTexts
     openings: Texts
     """[3] what comes before the name of a reservation, its hashes and its tokens. Without bookings, [0]."""
@@ -92,20 +94,14 @@ def _book(
 ) -> bool:
     """Book a choice under the name in `table.choices`. Returns False if it is in use. There is room for it.
 
-    prompt: its tokens, and the number of candidates. times: see `add`.
+    prompt: its tokens, and the number of candidates. times: see `reserve`.
     """
-    (tokens, count), choices, roster, costs, shown = (
-        prompt,
-        table.choices,
-        table.roster,
-        table.costs,
-        table.record.shown,
-    )
+    (tokens, count), choices, roster, shown = prompt, table.choices, table.roster, table.record.shown
     row, prefill = int64(roster.rows[chosen]), int64(np.rint(roster.computed[chosen]))
     place, name = int64(roster.places[row]), choices.name
-    if not add(table.book, name, name_bytes, hashes, place, prefill, times):
+    if not reserve(table.book, name[:name_bytes], hashes, place, prefill, times):
         return False
-    index, num_shown = shown_rows(costs[:count], chosen, shown), min(count, shown.shape[0])
+    index, num_shown = shown_rows(table.costs[:count], chosen, shown), min(count, shown.shape[0])
     of_name, of_prompt, choice = (name, name_bytes), (tokens, prefill), (num_shown, index)
     end = put_record(
         choices.records,
@@ -117,7 +113,7 @@ def _book(
         hashes,
         choice,
         roster,
-        costs,
+        table.costs,
         session,
     )
     most_held = int64(0)
@@ -131,7 +127,7 @@ def _book(
 
 
 @inline_helper
-def _count(choices: Choices, row: int, tokens: int, most_held: int, held: int) -> None:
+def _count(choices: BookedChoices, row: int, tokens: int, most_held: int, held: int) -> None:
     """Count a choice. row: of the roster. most_held: what the best candidate holds. held: what the chosen one does."""
     made, lost = choices.made, choices.lost
     made[TOKENS] += tokens
@@ -169,11 +165,11 @@ def _is_id(name: U8Vector, size: int) -> bool:
 
 
 @inline_helper
-def _has_room(table: SelectionTable, num_hashes: int, most_hashes: int) -> bool:
+def _has_room(table: SelectionTable, num_hashes: int) -> bool:
     made, pages, names = table.choices.made, table.book.pages.table, table.book.names
     return (
         made[NUM_RECORDS] < table.choices.ends.shape[0]
-        and made[NUM_HASHES] + num_hashes <= most_hashes
+        and made[NUM_HASHES] + num_hashes <= MOST_HASHES
         and num_entries(names) < names.meta[CAPACITY]
         and num_entries(pages) + num_hashes <= pages.meta[CAPACITY]
     )
@@ -245,7 +241,7 @@ def _put_explained(table: SelectionTable, count: int, at: int) -> int:
 @kernel
 def select_requests(
     sockets: SocketBuffers,
-    sizes: tuple[int, int, int, int],
+    sizes: tuple[int, int, int],
     numbers: tuple[int, int, int, int],
     seeds: Seeds,
     lookup: PageLookup,
@@ -259,14 +255,14 @@ def select_requests(
 ) -> int:
     """Choose a worker for each of some requests with the same template, and answer them.
 
-    The first parameters: see `answer_requests`. sizes: also the bound on the pages that are booked in a call. choice:
+    The first parameters: see `answer_requests`. choice:
     scale and turn of `least_work`, each request has the next turn; if `table` has room for choices, the number in the
     name of the first one, now, until when the pages count as held, in seconds since 1970, and the time-to-live of
     reservations. session: see `put_record`. Returns the number of requests that were answered completely. All have an
     outcome.
     """
     scale, turn, first_name, now_s, until, ttl_s = choice
-    (count, head_size, answer_bytes, most_hashes), roster, choices = sizes, table.roster, table.choices
+    (count, head_size, answer_bytes), roster, choices = sizes, table.roster, table.choices
     is_booking = choices.ends.shape[0] > 0
     choices.made[:] = 0
     if is_booking:
@@ -285,7 +281,7 @@ def select_requests(
         if end != borders[NUMBERS_END]:
             continue
         hashes, tokens = buffers.hashes[: num_positions // block_size], num_positions + is_bigram
-        if is_booking and not _has_room(table, hashes.shape[0], most_hashes):
+        if is_booking and not _has_room(table, hashes.shape[0]):
             continue
         prompt = (block_size, (tokens + block_size - 1) // block_size, tokens)
         found, now = buffers.streams[:num_found], (times[0], times[1])

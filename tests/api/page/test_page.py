@@ -18,7 +18,7 @@ from kv_events.http.fleet import DecisionFunnel, Fleet, Residency
 from kv_events.http.queries import PeerAnswer, RfcAnswer
 from kv_events.http.service import Readiness, Status
 from kv_events.http.workers import RadixView, ResyncAccepted, Worker
-from kv_events.reservations import Reserved, encode_reservation
+from kv_events.reservations import Reserved, encode_reservation, record_openings
 from tests.rigs.api import Serving
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
@@ -240,7 +240,10 @@ class Window(DecisionWindow):
             decision = Decision(VERSION, f"r{number}", START, "m", "t", *prompt, f"w{number}", 0, 4, candidates)
             if is_booked:
                 record = encode_reservation(Reserved(VERSION, "replica", decision, 0))
-                self.decide_all(Choices(START, (1, 4 * pages, 4, 4), (), [len(record)], record))
+                opening, _ = record_openings("replica")
+                rest = record.removeprefix(opening)[1:]  # the name's size, as kernels write it
+                record = opening + bytes([0xD9, len(decision.request_id)]) + rest
+                self.take_all(Choices(START, (1, 4 * pages, 4, 4), (), record, [len(record)], len(opening) + 2))
             else:
                 self.take(decision)
 
@@ -290,6 +293,18 @@ def test_large_decisions_take_little_memory(pages: int, candidates: tuple[Candid
     window.decide(range(1000, 1050), pages, candidates)
     assert window.finished(1000) == num_waited + 1
     assert len(json.loads(window.report(START).losses[0].explain)["seq_hashes"]) == min(pages, 512)
+
+
+@pytest.mark.parametrize("is_booked", [False, True])
+def test_a_long_prompt_keeps_what_its_best_candidate_held(is_booked: bool) -> None:
+    window = Window()
+    candidates = Candidate("w0", 0, 4, 0.0), Candidate("w1", 0, 8000, 0.0)
+    window.decide([0], 2000, candidates, is_booked=is_booked)
+    window.take(Outcome(VERSION, "r0", START, 0))
+    found = window.report(START)
+    assert [each.best_tokens for each in (*found.decisions, *(loss.example for loss in found.losses))] == [8000] * (
+        1 + len(found.losses)
+    )
 
 
 async def test_a_loss_names_an_example_that_can_be_explained(client: httpx.AsyncClient, fed: HandFed) -> None:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from api.fast.heads import Head
 from api.fast.kernels.text import MARGIN
-from api.selection.direct import MOST_CHOICES, MOST_HASHES
-from api.selection.kernels.record import Choices, make_choices
+from api.selection.direct import MOST_CHOICES
+from api.selection.kernels.record import BookedChoices, make_choices
+from api.selection.kernels.select import MOST_HASHES
 from kv_events.reservations import (
     OUTPUT_BLOCK,
     PREFILL_COMPLETE,
@@ -328,9 +329,9 @@ async def test_ranks_without_a_number_are_never_booked_by_a_kernel() -> None:
 
 
 async def test_the_largest_records_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, shares = list[Choices](), list[float]()
+    made, shares = list[BookedChoices](), list[float]()
 
-    def noted(*sizes: int) -> Choices:
+    def noted(*sizes: int) -> BookedChoices:
         made.append(make_choices(*sizes))
         return made[-1]
 
