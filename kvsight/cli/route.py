@@ -45,11 +45,13 @@ def route(
     require("serve", "kvsight route")
     import uvloop
 
-    workers = {}
+    workers = dict[str, str]()
     for text in worker or []:
-        name, _, workers[name] = text.partition("=")
-        if not name or not re.match(URL_PATTERN, workers[name]):
+        name, _, address = text.partition("=")
+        if not name or not re.match(URL_PATTERN, address):
             raise InvalidValueError("--worker", text, "NAME=http://HOST:PORT")
+        if workers.setdefault(name, address) != address:
+            raise UsageError(f"--worker: {name} is given twice, as {workers[name]} and as {address}")
 
     async def serve() -> None:
         from aiohttp import web

@@ -99,3 +99,6 @@ def test_without_any_worker_it_says_so() -> None:
         refusal = kvsight("route", "--worker", worker).stderr
         assert "--worker" in refusal
         assert "secret" not in refusal
+    twice = kvsight("route", "--worker", "e0=http://127.0.0.1:9", "--worker", "e0=http://127.0.0.1:10")
+    assert twice.returncode == 2
+    assert "--worker: e0 is given twice" in twice.stderr
