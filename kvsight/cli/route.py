@@ -20,6 +20,9 @@ _Workers = Annotated[
     list[str] | None, typer.Option(help="A worker, if kvsight lacks its address: NAME=http://HOST:PORT.")
 ]
 
+_GRACE_S = 2.5
+"""Half of the time that requests get to finish at the end: aiohttp waits so long twice."""
+
 
 @with_flags(LOG_LINES)
 def route(
@@ -61,7 +64,7 @@ def route(
 
         placement = Placement(url, token=api_token, workers=workers)
         app = RouteProxy(placement, Gateway(gateway) if gateway else None).app()
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_GRACE_S)
         stop = stop_signals()
         await runner.setup()
         try:
