@@ -14,7 +14,7 @@ import numpy as np
 
 from api.http_pool import HttpAnswer, HttpPool, NoAnswerError
 from api.problems import ProblemError, ProblemKind
-from api.prompts.bodies import TRUNCATED, EngineBody, Rendered, engine_body
+from api.prompts.bodies import TRUNCATED, EngineBody, Rendered, engine_body, prompt_field
 from api.prompts.local import LocalTokenizer
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
@@ -153,7 +153,7 @@ class PromptRenderer:
 
         deadline_s: None: that of the settings. Raises ProblemError (400, 422) for a body that no engine can take.
         """
-        prompt = body.get("prompt")
+        prompt = body.get("prompt") if prompt_field(body) == "prompt" else None
         if isinstance(prompt, list) and isinstance(next(iter(prompt), None), int) and not body.get(TRUNCATED):
             try:
                 return Rendered(token_array(prompt, "prompt"))

@@ -186,6 +186,8 @@ async def test_nobody_listening_is_a_reason() -> None:
     [
         ({"model": "m"}, "messages, prompt or input"),
         ({**CHAT, **PROMPT}, "messages and prompt"),
+        ({**CHAT, "prompt": TOKENS}, "messages and prompt"),
+        ({"model": "m", "prompt": TOKENS, "input": "hello"}, "prompt and input"),
         ({"messages": CHAT["messages"]}, "model"),
         ({"model": "m", "messages": "hello"}, "messages"),
         ({"model": "m", "messages": [{}, "hello"]}, "messages[1]"),
