@@ -12,7 +12,7 @@ import typer
 from kv_events.log.event_log import DeletedSegment, EventLogReader
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel
-from kv_events.runtime.variables import BYTES, SECONDS, parse_quantity
+from kv_events.runtime.variables import BYTES, LEAST_LOG, SECONDS, parse_quantity
 from kvsight.cli.logs.reading import write_key_frames
 from kvsight.cli.logs.records import OF_EVENTS, OfChannel, channels_of
 from kvsight.cli.shared.console import UsageError, err
@@ -68,14 +68,20 @@ def record(
         raise UsageError(f"--from {since} is after --to {until}")
     has_offsets = first.offsets is not None or last.offsets is not None
     feeds = _feeds(settings, channels_of(channel), last, Selection(worker, model), has_offsets=has_offsets)
-    size = None if max_bytes is None else int(parse_quantity("--max-bytes", max_bytes, BYTES))
-    age_s = None if max_age is None else parse_quantity("--max-age", max_age, SECONDS)
-    segment = segment_bytes_within(size)
+    segment, least = None, LEAST_LOG
     if segment_bytes is not None:
         segment = max(1, int(parse_quantity("--segment-bytes", segment_bytes, BYTES)))
+        least = str(2 * segment)
+    size = None if max_bytes is None else int(parse_quantity("--max-bytes", max_bytes, BYTES, least))
+    age_s = None if max_age is None else parse_quantity("--max-age", max_age, SECONDS)
     load_kernels()
     recorder = Recorder(
-        folder, segment_bytes=segment, max_bytes=size, max_age_s=age_s, is_patient=not once, on_deleted=_report_deletion
+        folder,
+        segment_bytes=segment or segment_bytes_within(size),
+        max_bytes=size,
+        max_age_s=age_s,
+        is_patient=not once,
+        on_deleted=_report_deletion,
     )
     recorder.open()
     begun = f"recording topic {settings.events_topic} into {folder}; Ctrl-C stops"
