@@ -203,7 +203,7 @@ class Recorder:
 
     async def _start(self, feed: Feed, reader: SourceReader, stop: asyncio.Event, *, once: bool) -> Opened | None:
         """Open a source where its recording ended. None: `stop` was set before."""
-        recorded = dict(self._positions.by_channel[feed.channel])
+        recorded = dict(self._positions.of_topic(feed.channel, feed.name))
         wanted = recorded | {part: max(begin, recorded.get(part, 0)) for part, begin in feed.begins.items()}
         opened = None
         if once:
@@ -374,6 +374,8 @@ class _Saved(msgspec.Struct):
     index: int
     """Index of the first record of the log that is not counted."""
     positions: dict[int, dict[int, int]]
+    topics: dict[int, str] = {}
+    """Channel -> topic of its positions."""
 
 
 class LogPositions:
@@ -390,6 +392,7 @@ class LogPositions:
         self._path = folder / _POSITIONS_FILE
         self.by_channel: defaultdict[int, dict[int, int]] = defaultdict(dict)
         """Channel -> partition -> offset of the next record."""
+        self._topics: dict[int, str] = {}
         delete_unfinished(folder, _POSITIONS_FILE)
         if is_empty:
             return
@@ -398,15 +401,24 @@ class LogPositions:
         start, saved = 0, self._read()
         if saved is not None and saved.index <= next_index:
             self.by_channel.update(saved.positions)
-            start = saved.index
+            self._topics, start = saved.topics, saved.index
         for chunk in scan_log(folder, lambda _damage: None, start):  # what is damaged needs no position
             new = chunk._replace(rows=chunk.rows[max(0, start - chunk.first_index) :])
             for channel in np.unique(new.channels).tolist():
                 self.by_channel[channel] |= {partition: last + 1 for partition, _, last in new.offsets(channel)}
 
+    def of_topic(self, channel: int, topic: str) -> dict[int, int]:
+        """Return the positions of a channel. Raises EventLogError if they are those of another topic."""
+        positions = self.by_channel[channel]
+        if positions and (known := self._topics.get(channel, topic)) != topic:
+            folder = self._path.parent
+            raise EventLogError(f"{folder}: it has records of topic {known}, not of {topic}: give another folder")
+        self._topics[channel] = topic
+        return positions
+
     def save(self, index: int) -> None:
         """Write the file. index: of the next record of the log; those before it are on disk. Raises OSError."""
-        replace_file(self._path, [msgspec.json.encode(_Saved(index, self.by_channel))])
+        replace_file(self._path, [msgspec.json.encode(_Saved(index, self.by_channel, self._topics))])
 
     def _read(self) -> _Saved | None:
         try:
