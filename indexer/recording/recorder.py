@@ -22,6 +22,7 @@ from kv_events.log.format import delete_unfinished, replace_file
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import cancel, keep_running
+from kv_events.runtime.words import count
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +280,7 @@ class Recorder:
         num_lost = len(offered) if self._writer is None else await self._write(offered, stop)
         if num_lost:
             self.lost += num_lost
-            logger.warning("%d records are not recorded: the disk did not accept them before the end", num_lost)
+            logger.warning("%s not recorded: the disk took nothing more before the end", count(num_lost, "record"))
 
     def _take_offered(self, *, is_last: bool) -> list[LogRecord]:
         with self._lock:

@@ -13,6 +13,7 @@ from kv_events.log.event_log import DeletedSegment, EventLogReader
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel
 from kv_events.runtime.variables import BYTES, LEAST_LOG, SECONDS, parse_quantity
+from kv_events.runtime.words import count
 from kvsight.cli.logs.reading import write_key_frames
 from kvsight.cli.logs.records import OF_EVENTS, OfChannel, channels_of
 from kvsight.cli.shared.console import UsageError, err
@@ -92,7 +93,7 @@ def record(
     if has_events:
         write_key_frames(folder)
     num_records = recorder.next_index - EventLogReader(folder).first_index
-    err.print(f"stopped; {folder} holds {num_records} records")
+    err.print(f"stopped; {folder} holds {count(num_records, 'record')}")
 
 
 def _report_deletion(segment: DeletedSegment) -> None:
@@ -130,7 +131,7 @@ async def _run(recorder: Recorder, feeds: list[Feed], stop: asyncio.Event, *, on
     running = asyncio.create_task(recorder.run(feeds, stop, once=once))
     with err.status("") as status:
         while not (await asyncio.wait({running}, timeout=_SHOW_S))[0]:
-            status.update(f"{recorder.next_index} records")
+            status.update(count(recorder.next_index, "record"))
     await running
 
 
