@@ -16,7 +16,7 @@ from indexer.recording.feed import Feed
 from indexer.slices import Interval
 from indexer.sources.base import LogReplacedError, SourceUnavailableError
 from indexer.sources.reader import Opened, SourceReader
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.log.event_log import SEGMENT_BYTES, DeletedSegment, EventLogError, EventLogWriter, LogRetention
 from kv_events.log.format import delete_unfinished, replace_file
 from kv_events.records import Channel, LogRecord
@@ -361,7 +361,7 @@ class RecordingThread:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 runner.run(self._record(stop))
         except Exception as error:
-            self._failure = f"recording failed: {type(error).__name__}"
+            self._failure = f"recording failed: {error if isinstance(error, KvsightError) else type(error).__name__}"
             logger.exception("recording has failed; the service goes on without it")
         finally:
             ended.set()
