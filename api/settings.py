@@ -15,7 +15,6 @@ from kv_events.runtime.tls import TlsFiles
 from kv_events.runtime.variables import BYTES, LEAST_LOG, SECONDS, parse_quantity, variable
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d+)?")
-"""Bytes in which eight files of a few large records fit."""
 
 
 class ApiSettings(KvsightSettings):

@@ -97,14 +97,11 @@ SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 LEAST_LOG = "16MiB"
-"""Smallest bound on the size of a log that is recorded."""
+"""Smallest bound on the size of a recording: eight files of a few large records fit."""
 
 
 def parse_quantity(field: str, text: str, units: dict[str, int], least: str | None = None) -> float:
-    """Return a positive number, multiplied by its unit. units: unit -> factor. least: the smallest one.
-
-    Raises InvalidValueError.
-    """
+    """Return a positive number, at least `least`. units: unit -> factor. Raises InvalidValueError."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)", text.strip(), re.ASCII)
     if found is None or found[2] not in units or not float(found[1]) > 0:
         expected = f"a positive number with one of the units {', '.join(filter(None, units))}"

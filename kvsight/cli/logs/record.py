@@ -69,20 +69,14 @@ def record(
         raise UsageError(f"--from {since} is after --to {until}")
     has_offsets = first.offsets is not None or last.offsets is not None
     feeds = _feeds(settings, channels_of(channel), last, Selection(worker, model), has_offsets=has_offsets)
-    segment, least = None, LEAST_LOG
-    if segment_bytes is not None:
-        segment = max(1, int(parse_quantity("--segment-bytes", segment_bytes, BYTES)))
-        least = str(2 * segment)
+    segment = 0 if segment_bytes is None else max(1, int(parse_quantity("--segment-bytes", segment_bytes, BYTES)))
+    least = str(2 * segment) if segment else LEAST_LOG
     size = None if max_bytes is None else int(parse_quantity("--max-bytes", max_bytes, BYTES, least))
+    segment = segment or segment_bytes_within(size)
     age_s = None if max_age is None else parse_quantity("--max-age", max_age, SECONDS)
     load_kernels()
     recorder = Recorder(
-        folder,
-        segment_bytes=segment or segment_bytes_within(size),
-        max_bytes=size,
-        max_age_s=age_s,
-        is_patient=not once,
-        on_deleted=_report_deletion,
+        folder, segment_bytes=segment, max_bytes=size, max_age_s=age_s, is_patient=not once, on_deleted=_report_deletion
     )
     recorder.open()
     begun = f"recording topic {settings.events_topic} into {folder}; Ctrl-C stops"
