@@ -42,5 +42,5 @@ WORKDIR /home/kvsight
 RUN kvsight compile-kernels
 EXPOSE 8000
 HEALTHCHECK --interval=5s --timeout=3s --start-period=60s --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
+    CMD ["python", "-c", "import os, ssl, urllib.request; urllib.request.urlopen(os.environ.get('KVSIGHT_URL', 'http://127.0.0.1:8000').rstrip('/') + '/health', timeout=2, context=ssl._create_unverified_context())"]
 CMD ["kvsight", "serve", "--host", "0.0.0.0", "--port", "8000"]

@@ -48,6 +48,7 @@ from indexer.recording.recorder import RecordingThread
 from indexer.writing.queue import RESERVATIONS, WriteQueue
 from kv_events.http.service import Status
 from kv_events.remedies import NO_ENGINE, NO_PUBLISHER
+from kv_events.runtime.supervised import leaving_together
 from kv_events.runtime.tracing import open_spans
 from kv_events.streams import StreamId
 from selection.book import Booked
@@ -240,10 +241,13 @@ class LiveService(Service):
             if self._tenants is not None:
                 await stack.enter_async_context(self._tenants.following())
             exchange = None if self.selection is None else self.selection.exchange
-            parts = self._recording, self._group, self._consumer, self._registrations, self._decisions, exchange
-            for part in (*parts, self._records, self.renderer):
+            for part in (self._recording, self._group, self._consumer, self._registrations):
                 if part is not None:
                     await stack.enter_async_context(part.running())
+            writers = (part.running() for part in (self._decisions, exchange) if part is not None)
+            await stack.enter_async_context(leaving_together(*writers))
+            for reader in (self._records, self.renderer):
+                await stack.enter_async_context(reader.running())
             await stack.enter_async_context(self.history.running(self._consumer))
             yield
         if self._spans is not None:

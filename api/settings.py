@@ -12,11 +12,9 @@ from kv_events.errors import InvalidValueError
 from kv_events.limits import URL_PATTERN
 from kv_events.runtime.settings import KvsightSettings
 from kv_events.runtime.tls import TlsFiles
-from kv_events.runtime.variables import BYTES, SECONDS, parse_quantity, variable
+from kv_events.runtime.variables import BYTES, LEAST_LOG, SECONDS, parse_quantity, variable
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d+)?")
-_LEAST_RECORDED = 16 * 2**20
-"""Bytes in which eight files of a few large records fit."""
 
 
 class ApiSettings(KvsightSettings):
@@ -118,10 +116,7 @@ class ApiSettings(KvsightSettings):
         """`record_max_bytes` as a number."""
         if self.record_max_bytes is None:
             return None
-        found = int(parse_quantity(variable("record_max_bytes"), self.record_max_bytes, BYTES))
-        if found < _LEAST_RECORDED:
-            raise InvalidValueError(variable("record_max_bytes"), self.record_max_bytes, "at least 16MiB")
-        return found
+        return int(parse_quantity(variable("record_max_bytes"), self.record_max_bytes, BYTES, LEAST_LOG))
 
     @model_validator(mode="after")
     def _quantities_can_be_read(self) -> Self:

@@ -55,10 +55,11 @@ class _Checked(msgspec.Struct, kw_only=True):
     session_id: str | None = None
 
 
-_STORED = _Checked.__struct_fields__[:11]  # the others are only in maps
+_NAMES = _Checked.__struct_fields__
+_STORED = _NAMES[: _NAMES.index("locality")]  # the others are only in maps
 _FIELDS = {"BlockStored": _STORED, "BlockRemoved": ("block_hashes", "medium", "group_idx"), "AllBlocksCleared": ()}
 """The fields of events that are arrays, in order."""
-_REQUIRED = {"BlockStored": _STORED[:7], "BlockRemoved": ("block_hashes", "medium")}
+_REQUIRED = {"BlockStored": _STORED[: _STORED.index("extra_keys")], "BlockRemoved": ("block_hashes", "medium")}
 """Fields that readers may require although engines leave them out: null."""
 
 

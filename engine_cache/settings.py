@@ -2,6 +2,7 @@
 
 import os
 import re
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -34,8 +35,8 @@ class MooncakeSettings(KvsightSettings):
     """Where clients find each other: a URL, or P2PHANDSHAKE to exchange addresses directly."""
     mooncake_local_hostname: str = "127.0.0.1"
     """Address under which other machines reach this one."""
-    mooncake_protocol: str = Field("tcp", pattern="^(tcp|rdma)$")
-    """Transport of pages: tcp or rdma."""
+    mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
+    """Transport of pages."""
     mooncake_devices: str = ""
     """RDMA devices, separated by commas. Empty: Mooncake finds them."""
     mooncake_segment_bytes: int = Field(2**30, ge=0)

@@ -28,6 +28,7 @@ from kv_events.records import LogRecord
 from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import cancel, keep_running
 from kv_events.runtime.tracing import open_spans
+from kv_events.runtime.words import count
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
 
@@ -205,7 +206,7 @@ class Consumer:
         if snapshot is not None:
             self.applier.namespaces = snapshot.namespaces
             self.progress.positions = snapshot.positions
-            logger.info("snapshot of %d views loaded", len(snapshot.namespaces.views))
+            logger.info("snapshot of %s loaded", count(len(snapshot.namespaces.views), "view"))
 
     async def _join(self, owned: OwnedPartitions) -> None:
         while not (owned.membership.is_assigned or self._stopping):
@@ -296,7 +297,7 @@ class Consumer:
         to a fetch until a record comes holds back those to later requests as well."""
         if self.progress.catches_up():
             self.freshness.is_catching_up = False
-            logger.info("caught up after %d records", self.applier.records)
+            logger.info("caught up after %s", count(self.applier.records, "record"))
         positions = dict(self.progress.positions)  # records may be applied during the probe
         ends = await self._reader.ends()
         if ends is None:

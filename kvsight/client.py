@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from inspect import Parameter, signature
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args, get_type_hints
 
 import httpx
 
-from kv_events.errors import KvsightError
+from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.http.events import FeedEvent
 from kv_events.http.selection import Selection
 from kv_events.http.service import DEFAULT_URL
@@ -33,7 +33,7 @@ def _blocking(call: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]
     """A function of `calls` as a method of `Client`."""
 
     def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.send(call(*args, **kwargs))
+        return self.send(_made(call, *args, **kwargs))
 
     return _presented_as(call, method, "Client")
 
@@ -42,9 +42,31 @@ def _awaitable(call: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncClient, 
     """A function of `calls` as a method of `AsyncClient`."""
 
     async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self.send(call(*args, **kwargs))
+        return await self.send(_made(call, *args, **kwargs))
 
     return _presented_as(call, method, "AsyncClient")
+
+
+def _made(call: Callable[P, Call[T]], *args: P.args, **kwargs: P.kwargs) -> Call[T]:
+    """Call a function of `calls`. Raises InvalidValueError for an argument of a wrong type."""
+    try:
+        return call(*args, **kwargs)
+    except (TypeError, AttributeError):
+        with suppress(TypeError):  # no argument is wrong, but their names or their number
+            _check_types(call, signature(call).bind(*args, **kwargs).arguments)
+        raise
+
+
+def _check_types(call: Callable[..., Any], given: Mapping[str, object]) -> None:
+    from pydantic import ConfigDict, ValidationError, create_model
+
+    config = ConfigDict(arbitrary_types_allowed=True, revalidate_instances="always", strict=True)
+    fields: dict[str, Any] = {name: each for name, each in get_type_hints(call).items() if name in given}
+    try:
+        create_model(call.__name__, __config__=config, **fields)(**given)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        raise InvalidValueError(name, given[name], signature(call).parameters[name].annotation) from None
 
 
 def _presented_as(call: Callable[..., Any], method: M, client: str) -> M:

@@ -19,7 +19,7 @@ from indexer.tenants import TENANT_STREAMS
 from indexer.views import INDEX_FULL, TENANT_PAGES, View, ViewState, least_trusted
 from kv_events.http.fleet import Fleet, FleetRank, FleetWorker, StateChange
 from kv_events.http.workers import Listener
-from kv_events.runtime.words import duration, natural_order
+from kv_events.runtime.words import count, duration, natural_order
 from kv_events.schema import BATCHES_LOST, CLOSED, LEDGER_FULL, MEDIA, counted_reason
 from kv_events.streams import StreamId
 from selection.book import Booked
@@ -247,7 +247,7 @@ def verdict(
     next_step: what to do without a worker.
     """
     if why_not_ready:
-        known = f"{len(workers):,} workers are known so far." if workers else "No worker is known yet."
+        known = f"{count(len(workers), 'worker')} known so far." if workers else "No worker is known yet."
         return STARTING, [f"Not ready: {why_not_ready}. {known}"]
     if not workers:
         return EMPTY, [f"No worker is known: {next_step}."]
@@ -274,7 +274,7 @@ def _about(worker: FleetWorker) -> list[str | float]:
         silent = f": silent for {duration(round(worker.age_s * 1000))}. Answers leave it out."
         return [f"{name} expired", *_since(" at ", worker), silent]
     if worker.state == ViewState.SYNCING.value:
-        return [f"{name} is being resynchronised; answers use its {pages:,} pages until the resync ends."]
+        return [f"{name} is being resynchronised; answers use its {count(pages, 'page')} until the resync ends."]
     if worker.endpoint and worker.endpoint not in worker.cause:
         name += f" ({worker.endpoint})"
     used = f". Answers still use {pages:,} of its pages." if pages else ". Answers have none of its pages."

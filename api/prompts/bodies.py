@@ -46,13 +46,18 @@ class EngineBody(NamedTuple):
     """Whether /tokenize makes the same tokens of it, in an engine without the route."""
 
 
-def engine_body(body: Mapping[str, Any]) -> EngineBody:
-    """Return what an engine is asked about a body. Raises ProblemError (400, 422)."""
+def prompt_field(body: Mapping[str, Any]) -> str:
+    """Return the field with the prompt, a key of `ROUTES`. Raises ProblemError (422) unless there is exactly one."""
     found = [field for field in ROUTES if body.get(field) is not None]
     if len(found) != 1:
         names = " and ".join(found) or "messages, prompt or input"
         raise ProblemError.of_value(InvalidValueError(names, len(found), "one of them"))
-    model, (field,) = body.get("model", body.get("model_name")), found
+    return found[0]
+
+
+def engine_body(body: Mapping[str, Any]) -> EngineBody:
+    """Return what an engine is asked about a body. Raises ProblemError (400, 422)."""
+    field, model = prompt_field(body), body.get("model", body.get("model_name"))
     if not isinstance(model, str):
         raise ProblemError.of_value(InvalidValueError("model", model, "the name of a model"))
     prompt, path = body[field], f"/v1/{ROUTES[field]}/render"

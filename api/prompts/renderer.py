@@ -14,7 +14,7 @@ import numpy as np
 
 from api.http_pool import HttpAnswer, HttpPool, NoAnswerError
 from api.problems import ProblemError, ProblemKind
-from api.prompts.bodies import TRUNCATED, EngineBody, Rendered, engine_body
+from api.prompts.bodies import TRUNCATED, EngineBody, Rendered, engine_body, prompt_field
 from api.prompts.local import LocalTokenizer
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
@@ -42,6 +42,11 @@ class _Features(msgspec.Struct, frozen=True):
     mm_hashes: dict[str, list[str]]
     mm_placeholders: dict[str, list[_Place]]
 
+    def __post_init__(self) -> None:
+        for kind, names in self.mm_hashes.items():
+            if len(names) != (found := len(self.mm_placeholders.get(kind, ()))):
+                raise ValueError(f"expected a place for each of {len(names)} hashes of {kind}, got {found}")
+
 
 class _RenderAnswer(msgspec.Struct, frozen=True):
     """vLLM's answer about a chat. About a completion it is a list with one for each prompt."""
@@ -54,7 +59,8 @@ class _TokenizeAnswer(msgspec.Struct, frozen=True):
     tokens: _Tokens
 
 
-_render_answer = msgspec.json.Decoder(_RenderAnswer | list[_RenderAnswer])
+_OfOne = Annotated[list[_RenderAnswer], msgspec.Meta(min_length=1, max_length=1)]
+_render_answer = msgspec.json.Decoder(_RenderAnswer | _OfOne)
 _tokenize_answer = msgspec.json.Decoder(_TokenizeAnswer)
 
 
@@ -79,7 +85,7 @@ class EngineRenderer:
                 raise NoAnswerError(f"it has no {asked.path}; vLLM has, with --enable-scale-out")
             tokens = _tokenize_answer.decode(_checked(await send(f"{self._url}/tokenize"))).tokens
             return Rendered(np.array(tokens, np.uint32))
-        except (msgspec.DecodeError, ValueError, KeyError, RecursionError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise NoAnswerError(f"its answer cannot be read: {error}") from None
 
 
@@ -96,13 +102,13 @@ def _checked(answer: HttpAnswer) -> bytes:
 
 
 def _of_render(body: bytes) -> Rendered:
-    """Return the tokens and media of an answer. Raises ValueError, KeyError if it is not about one prompt."""
+    """Return the tokens and media of an answer. Raises ValueError if they do not fit together."""
     answers = _render_answer.decode(body)
-    (answer,) = answers if isinstance(answers, list) else [answers]
+    answer = answers[0] if isinstance(answers, list) else answers
     media = [
         MediaSpan(hash=name, offset=place.offset, length=place.length)
         for kind, names in (answer.features.mm_hashes if answer.features else {}).items()
-        for name, place in zip(names, answer.features.mm_placeholders[kind], strict=True)
+        for name, place in zip(names, answer.features.mm_placeholders.get(kind, ()), strict=True)
     ]
     if sum(span.length for span in media) > len(answer.token_ids):
         raise ValueError("its media are longer than the prompt")
@@ -147,7 +153,7 @@ class PromptRenderer:
 
         deadline_s: None: that of the settings. Raises ProblemError (400, 422) for a body that no engine can take.
         """
-        prompt = body.get("prompt")
+        prompt = body.get("prompt") if prompt_field(body) == "prompt" else None
         if isinstance(prompt, list) and isinstance(next(iter(prompt), None), int) and not body.get(TRUNCATED):
             try:
                 return Rendered(token_array(prompt, "prompt"))

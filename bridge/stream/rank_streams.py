@@ -16,6 +16,7 @@ from bridge.worker_stream import EngineState, StreamStatus, WorkerStream
 from kv_events.engine_wire import Payload
 from kv_events.limits import MAX_DP_RANK
 from kv_events.runtime.outages import RateLimitedLogger
+from kv_events.runtime.words import count
 from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class RankStreams:
         self._note_missed(num_batches, first, last)
         self._counters.lost_batches += num_batches
         self._counters.losses += 1
-        self.limited_logger.warning("%d batches are lost, all its pages are dropped", num_batches)
+        self.limited_logger.warning("%s lost, all its pages are dropped", count(num_batches, "batch", "batches"))
         self._is_incomplete = True
         for stream in self._streams.values():
             stream.drop_all_pages(num_batches)

@@ -16,12 +16,13 @@ from indexer.recording.feed import Feed
 from indexer.slices import Interval
 from indexer.sources.base import LogReplacedError, SourceUnavailableError
 from indexer.sources.reader import Opened, SourceReader
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.log.event_log import SEGMENT_BYTES, DeletedSegment, EventLogError, EventLogWriter, LogRetention
 from kv_events.log.format import delete_unfinished, replace_file
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import cancel, keep_running
+from kv_events.runtime.words import count
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ class Recorder:
 
     async def _start(self, feed: Feed, reader: SourceReader, stop: asyncio.Event, *, once: bool) -> Opened | None:
         """Open a source where its recording ended. None: `stop` was set before."""
-        recorded = dict(self._positions.by_channel[feed.channel])
+        recorded = dict(self._positions.of_topic(feed.channel, feed.name))
         wanted = recorded | {part: max(begin, recorded.get(part, 0)) for part, begin in feed.begins.items()}
         opened = None
         if once:
@@ -279,7 +280,7 @@ class Recorder:
         num_lost = len(offered) if self._writer is None else await self._write(offered, stop)
         if num_lost:
             self.lost += num_lost
-            logger.warning("%d records are not recorded: the disk did not accept them before the end", num_lost)
+            logger.warning("%s not recorded: the disk took nothing more before the end", count(num_lost, "record"))
 
     def _take_offered(self, *, is_last: bool) -> list[LogRecord]:
         with self._lock:
@@ -360,7 +361,7 @@ class RecordingThread:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 runner.run(self._record(stop))
         except Exception as error:
-            self._failure = f"recording failed: {type(error).__name__}"
+            self._failure = f"recording failed: {error if isinstance(error, KvsightError) else type(error).__name__}"
             logger.exception("recording has failed; the service goes on without it")
         finally:
             ended.set()
@@ -374,6 +375,8 @@ class _Saved(msgspec.Struct):
     index: int
     """Index of the first record of the log that is not counted."""
     positions: dict[int, dict[int, int]]
+    topics: dict[int, str] = {}
+    """Channel -> topic of its positions."""
 
 
 class LogPositions:
@@ -390,6 +393,7 @@ class LogPositions:
         self._path = folder / _POSITIONS_FILE
         self.by_channel: defaultdict[int, dict[int, int]] = defaultdict(dict)
         """Channel -> partition -> offset of the next record."""
+        self._topics: dict[int, str] = {}
         delete_unfinished(folder, _POSITIONS_FILE)
         if is_empty:
             return
@@ -398,15 +402,24 @@ class LogPositions:
         start, saved = 0, self._read()
         if saved is not None and saved.index <= next_index:
             self.by_channel.update(saved.positions)
-            start = saved.index
+            self._topics, start = saved.topics, saved.index
         for chunk in scan_log(folder, lambda _damage: None, start):  # what is damaged needs no position
             new = chunk._replace(rows=chunk.rows[max(0, start - chunk.first_index) :])
             for channel in np.unique(new.channels).tolist():
                 self.by_channel[channel] |= {partition: last + 1 for partition, _, last in new.offsets(channel)}
 
+    def of_topic(self, channel: int, topic: str) -> dict[int, int]:
+        """Return the positions of a channel. Raises EventLogError if they are those of another topic."""
+        positions = self.by_channel[channel]
+        if positions and (known := self._topics.get(channel, topic)) != topic:
+            folder = self._path.parent
+            raise EventLogError(f"{folder}: it has records of topic {known}, not of {topic}: give another folder")
+        self._topics[channel] = topic
+        return positions
+
     def save(self, index: int) -> None:
         """Write the file. index: of the next record of the log; those before it are on disk. Raises OSError."""
-        replace_file(self._path, [msgspec.json.encode(_Saved(index, self.by_channel))])
+        replace_file(self._path, [msgspec.json.encode(_Saved(index, self.by_channel, self._topics))])
 
     def _read(self) -> _Saved | None:
         try:

@@ -35,6 +35,7 @@ from kv_events.kafka.private_parts import start_client, stop_client
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import Backoff, in_background, keep_running
+from kv_events.runtime.words import count
 
 logger = logging.getLogger(__name__)
 
@@ -176,11 +177,11 @@ class Membership:
         self._uncertain_until, self._awake_at = 0.0, time.monotonic()
         self._joined.set()
         logger.info(
-            "consumer group %s: %d of %d partitions, %d members",
+            "consumer group %s: %d of %d partitions, %s",
             self.group,
             len(own),
             len(assignment.owners()),
-            len(assignment.members),
+            count(len(assignment.members), "member"),
         )
 
 

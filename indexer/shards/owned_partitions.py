@@ -23,6 +23,7 @@ from indexer.snapshots.keeper import SnapshotCounts, SnapshotKeeper
 from indexer.sources.base import DivisibleSource, SourceUnavailableError
 from indexer.views import LATE_S, View
 from kv_events.codec import StoredPages
+from kv_events.runtime.words import count
 from kv_events.schema import NUM_MEDIA
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class OwnedPartitions:
         for view in views:  # late, but neither expired nor silent before the log was read
             view.last_batch_tick, view.silent_from = max(view.last_batch_tick, now - LATE_S), now
         await self._slices.run(copy_views(views, self._applier.namespaces, partition))
-        logger.info("partition %d: snapshot of %d views loaded", partition, len(views))
+        logger.info("partition %d: snapshot of %s loaded", partition, count(len(views), "view"))
         return snapshot.positions.get(partition, 0)
 
     async def _give_up(self, partition: int) -> None:

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from kv_events.errors import InvalidValueError
+from kv_events.kafka.settings import check_name
 from kv_events.runtime.settings import KvsightSettings
 from kv_events.runtime.variables import variable
 
@@ -15,7 +16,7 @@ MAX_URL_LENGTH = 255
 class GroupSettings(KvsightSettings):
     """Frozen; read once at start. A bad value stops the start and names the variable."""
 
-    group: str | None = Field(None, min_length=1, max_length=249, pattern=r"^[A-Za-z0-9._-]+$")
+    group: str | None = None
     """Name of the Kafka consumer group whose members share the partitions. None: this service reads everything."""
     advertise_url: str | None = None
     """Address under which the other members reach this one. None: derived from the socket."""
@@ -27,6 +28,8 @@ class GroupSettings(KvsightSettings):
     """File that contains the token that this member sends to the others. None: `KVSIGHT_API_TOKEN`."""
     group_ca_file: Path | None = None
     """PEM file of the CAs that may have signed the certificates of the other members. None: those of the system."""
+
+    _has_name = field_validator("group")(check_name)
 
     @field_validator("advertise_url")
     @classmethod

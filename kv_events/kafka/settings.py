@@ -4,19 +4,25 @@ import re
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from kv_events.errors import InvalidValueError
 from kv_events.runtime.settings import KvsightSettings
 from kv_events.runtime.variables import variable
 from kv_events.streams import CONTROL_TOPIC, DECISIONS_TOPIC, EVENTS_TOPIC, RESERVATIONS_TOPIC
 
-_TOPIC_NAME = r"^[a-zA-Z0-9._-]{1,249}$"
-"""Names that Kafka accepts."""
+_NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _SERVER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+)(?::([0-9]{1,5}))?")
 _OF_TLS = ("kafka_ca_file", "kafka_cert_file", "kafka_key_file", "kafka_key_password_file")
 _OF_PASSWORD = ("kafka_username", "kafka_password", "kafka_password_file")
 _OF_TOKEN = ("kafka_token_file", "kafka_token_command")
+
+
+def check_name(name: str | None, of: ValidationInfo) -> str | None:
+    """Validator of a field with a name that Kafka accepts, or None. Raises InvalidValueError."""
+    if name is not None and not _NAME.fullmatch(name):
+        raise InvalidValueError(variable(str(of.field_name)), name, "1 .. 249 letters, digits, '.', '_' or '-'")
+    return name
 
 
 class KafkaSettings(KvsightSettings):
@@ -52,13 +58,13 @@ class KafkaSettings(KvsightSettings):
     kafka_token_command: str | None = Field(None, min_length=1)
     """Program with arguments, without a shell, that prints a token of OAUTHBEARER. It runs for each connection."""
 
-    events_topic: str = Field(EVENTS_TOPIC, pattern=_TOPIC_NAME)
+    events_topic: str = EVENTS_TOPIC
     """Topic of the event batches."""
-    control_topic: str = Field(CONTROL_TOPIC, pattern=_TOPIC_NAME)
+    control_topic: str = CONTROL_TOPIC
     """Topic of the resync requests."""
-    decisions_topic: str = Field(DECISIONS_TOPIC, pattern=_TOPIC_NAME)
+    decisions_topic: str = DECISIONS_TOPIC
     """Topic of the routers' decisions. The service writes it, and creates it with the first decision."""
-    reservations_topic: str = Field(RESERVATIONS_TOPIC, pattern=_TOPIC_NAME)
+    reservations_topic: str = RESERVATIONS_TOPIC
     """Topic of the reservations. Services write it and read it, and create it with the first reservation."""
     topic_partitions: int = Field(default=8, ge=1, le=100_000)
     """Partitions of all topics but the control topic when they are created. The control topic has one."""
@@ -67,6 +73,8 @@ class KafkaSettings(KvsightSettings):
     topic_retention_s: int = Field(default=86_400, ge=60, le=10 * 365 * 86_400)
     """Time for which all topics keep records, when they are created. Bounds what a new reader reads, and what
     `kvsight record` can still copy."""
+
+    _have_names = field_validator("events_topic", "control_topic", "decisions_topic", "reservations_topic")(check_name)
 
     @field_validator("kafka")
     @classmethod

@@ -80,8 +80,6 @@ class KvsightSettings(BaseSettings):
         name = str(first["loc"][0])
         field = cls.model_fields[name]
         said = first["msg"].removeprefix("Input should be ").partition(", unable")[0]
-        if first["type"] == "string_pattern_mismatch":
-            said = "1 .. 249 letters, digits, '.', '_' or '-'"  # a name in Kafka; no other setting has a pattern
         expected = "a value" if is_missing else _expected(name, field) or said
         return InvalidValueError(variable(name), value, expected)
 

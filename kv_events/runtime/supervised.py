@@ -5,7 +5,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from kv_events.errors import KvsightError
@@ -23,6 +23,18 @@ async def in_background(work: Coroutine[Any, Any, None], name: str) -> AsyncIter
         yield
     finally:
         await cancel(task)
+
+
+@asynccontextmanager
+async def leaving_together(*blocks: AbstractAsyncContextManager[None]) -> AsyncIterator[None]:
+    """Enter blocks in order, and leave them all at once: each may wait for a server that does not answer."""
+    entered = [AsyncExitStack() for _ in blocks]
+    try:
+        for stack, block in zip(entered, blocks, strict=True):
+            await stack.enter_async_context(block)
+        yield
+    finally:
+        await asyncio.gather(*(stack.aclose() for stack in entered))
 
 
 async def keep_running(

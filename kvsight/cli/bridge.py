@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kv_events.errors import InvalidValueError
+from kv_events.runtime.words import count
 from kvsight.cli.shared.console import EngineFile, Engines, Model, UsageError, at_most_one, err
 from kvsight.cli.shared.flags import AWAY, BROKER, KAFKA, LOG_LINES, METRICS_PORT, Flag, with_flags
 from kvsight.cli.shared.process import allow_open_files, keep_freed_memory, load_kernels, stop_signals
@@ -101,11 +102,11 @@ async def _serve(engines: list[EngineSettings], new_fleet: Callable[[], Fleet], 
             from publisher.metrics import serve_metrics
 
             serve_metrics(metrics_port, BridgeMetrics(fleet.status), lambda: _why_not_ready(fleet.status()))
-        err.print(f"reading {len(fleet.status())} streams of {len(engines)} engines; Ctrl-C stops")
+        err.print(f"reading {count(len(fleet.status()), 'stream')} of {count(len(engines), 'engine')}; Ctrl-C stops")
         await stop.wait()
         counters = [status.counters for status in fleet.status()]
     batches, events = sum(c.batches for c in counters), sum(c.events for c in counters)
-    err.print(f"stopped after {events} events in {batches} batches")
+    err.print(f"stopped after {count(events, 'event')} in {count(batches, 'batch', 'batches')}")
 
 
 def _why_not_ready(ranks: list[EngineStatus]) -> str:

@@ -148,7 +148,7 @@ async def _serve_one(settings: PublisherSettings, capacity: int, rate: float, se
     err.print(f"{settings.stream.key} serves {rate:g} requests per second; Ctrl-C stops")
     await _serve_at(rate, worker.serve, engine_requests(seed), stop)
     report = await publisher.aclose()
-    err.print(f"stopped; {report.unflushed_pages} pages were not delivered")
+    err.print(f"stopped; pages not delivered: {report.unflushed_pages}")
 
 
 def _fleet_settings(cache: str) -> SimulationSettings:

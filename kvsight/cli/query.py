@@ -12,7 +12,7 @@ from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.hash_seed import SEED_VARIABLE, parse_seed, process_seed
 from kv_events.http.service import DEFAULT_URL
 from kv_events.limits import MAX_BLOCK_SIZE
-from kv_events.runtime.words import partial_page
+from kv_events.runtime.words import count, partial_page
 from kvsight.cli.shared.answers import Asked, answer_lines
 from kvsight.cli.shared.console import UsageError, out, print_result, waiting
 from kvsight.cli.shared.flags import ApiToken, AsJson, Url
@@ -146,7 +146,7 @@ def _hash_lines(found: Mapping[str, Any]) -> Iterator[str]:
         Column("decimal", [value for *_, value in rows]),
         Column("hex", [f"{value % 2**64:016x}" for *_, value in rows]),
     ]
-    yield f"{len(found['seq_hashes'])} pages of {found['block_size']} tokens, seed {found['seed']}"
+    yield f"{count(len(found['seq_hashes']), 'page')} of {found['block_size']} tokens, seed {found['seed']}"
     yield from table_lines(columns, out.width)
 
 

@@ -20,6 +20,9 @@ _Workers = Annotated[
     list[str] | None, typer.Option(help="A worker, if kvsight lacks its address: NAME=http://HOST:PORT.")
 ]
 
+_GRACE_S = 2.5
+"""Half of the time that requests get to finish at the end: aiohttp waits so long twice."""
+
 
 @with_flags(LOG_LINES)
 def route(
@@ -45,11 +48,13 @@ def route(
     require("serve", "kvsight route")
     import uvloop
 
-    workers = {}
+    workers = dict[str, str]()
     for text in worker or []:
-        name, _, workers[name] = text.partition("=")
-        if not name or not re.match(URL_PATTERN, workers[name]):
+        name, _, address = text.partition("=")
+        if not name or not re.match(URL_PATTERN, address):
             raise InvalidValueError("--worker", text, "NAME=http://HOST:PORT")
+        if workers.setdefault(name, address) != address:
+            raise UsageError(f"--worker: {name} is given twice, as {workers[name]} and as {address}")
 
     async def serve() -> None:
         from aiohttp import web
@@ -59,7 +64,7 @@ def route(
 
         placement = Placement(url, token=api_token, workers=workers)
         app = RouteProxy(placement, Gateway(gateway) if gateway else None).app()
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_GRACE_S)
         stop = stop_signals()
         await runner.setup()
         try:

@@ -194,6 +194,16 @@ async def test_many_moments_in_a_row_change_the_address_a_few_times(browser: Bro
         assert await page.evaluate("window.written") <= 2 + (time.monotonic() - began) / 0.4
 
 
+async def test_a_moment_that_cannot_be_read_is_named_with_a_way_out(browser: Browser, log: Path) -> None:
+    async with serving(browser, log, allowed="422") as page:
+        await page.goto("/?at=soon")
+        await shows(page, "#verdict", "at: got 'soon', expected a time (ISO 8601, 15:27, -5m or @SECONDS since 1970)")
+        await shows(page, "#verdict", "PARTITION:OFFSET,... Leave out the moment")
+        await page.get_by_text("Leave out the moment").click()
+        await shows(page, "#verdict", "2 of 2 workers live")
+        await shows(page, "#past .controls", "record 239 of 239")
+
+
 async def test_a_moment_outside_the_log_is_named_and_left_by_a_step_to_a_mark(browser: Browser, log: Path) -> None:
     async with serving(browser, log, allowed="422") as page:
         await page.goto("/?at=99999")

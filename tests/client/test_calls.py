@@ -9,7 +9,7 @@ from api.queries.body_formats import decode_as, format_of
 from api.workers.register import engine_of
 from kv_events.errors import InvalidValueError
 from kv_events.http.registrations import RfcRegistration
-from kvsight import Prompt, calls
+from kvsight import AsyncClient, Client, Decision, Outcome, Prompt, calls
 from kvsight.calls import Call
 
 JSON, MSGPACK = "application/json", "application/msgpack"
@@ -72,3 +72,37 @@ def test_the_adapter_and_the_salt_of_an_engine_are_registered_in_the_dialect_tha
 def test_a_load_that_is_no_number_is_refused_before_anything_is_sent() -> None:
     with pytest.raises(InvalidValueError, match=r"load\['a'\]: got nan"):
         calls.best_worker("m", [1], load={"a": float("nan")})
+
+
+PROMPT = Prompt("m", [1])
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "named"),
+    [
+        ("query", {"model": "m", "token_ids": [1], "lora_name": object()}, "lora_name"),
+        ("query_batch", {"prompts": [PROMPT, 5]}, "prompts"),
+        ("query_batch", {"prompts": PROMPT}, "prompts"),
+        ("query_raw", {"body": ["token_ids"]}, "body"),
+        ("select", {"model": "m", "workers": 5}, "workers"),
+        ("reserve", {"model": "m", "more": 5}, "more"),
+        ("release", {"selection_id": None}, "selection_id"),
+        ("report_decisions", {"records": [Outcome("r", 1), 5]}, "records"),
+        ("report_decisions", {"records": Decision("r", PROMPT, "w", candidates=5)}, "records"),  # type: ignore[arg-type]
+        ("explain", {"prompt": {"model": "m", "token_ids": [1]}}, "prompt"),
+        ("view", {"worker": 5}, "worker"),
+        ("register", {"instance_id": 1.5j, "endpoint": "tcp://e:5557", "model": "m"}, "instance_id"),
+    ],
+)
+async def test_an_argument_of_a_wrong_type_is_named(method: str, arguments: dict[str, Any], named: str) -> None:
+    with Client() as client, pytest.raises(InvalidValueError, match=f"^{named}: got .*, expected ") as refusal:
+        getattr(client, method)(**arguments)
+    assert refusal.value.value is arguments[named]
+    async with AsyncClient() as asynchronous:
+        with pytest.raises(InvalidValueError, match=f"^{named}: got .*, expected "):
+            await getattr(asynchronous, method)(**arguments)
+
+
+def test_an_unknown_argument_is_an_error_of_the_call() -> None:
+    with Client() as client, pytest.raises(TypeError, match="unexpected keyword argument 'salt'"):
+        client.query("m", [1], salt="x")  # type: ignore[call-arg]

@@ -166,6 +166,25 @@ def test_a_part_that_is_stopped_or_set_otherwise_is_named(
     assert remedy in found.remedy
 
 
+async def test_an_engine_that_wants_a_key_is_named(chain: Chain) -> None:
+    async with scripted(Reply(401, b"no key")) as server:
+        done = await asyncio.to_thread(kvsight, "doctor", "--url", chain.service.url, "--engine", server.url)
+    failed, remedy = done.stdout.splitlines()[-2:]
+    assert failed == f"FAILED   engine      {server.url}/v1/models: status 401: no key"
+    assert remedy.endswith("correct --engine, --engine-token-file")
+
+
+def test_a_worker_whose_publisher_was_closed_is_named(chain: Chain) -> None:
+    with PublishingProcess("closed", **chain.topics) as publisher:
+        publisher.store(1)
+        wait_until(lambda: chain.service.listener("closed").get("state") == "live", 60, "the worker")
+        publisher.close()
+    wait_until(lambda: chain.service.listener("closed")["state"] != "live", 60, "the end of its publisher")
+    found = examine({}, url=chain.service.url, worker="closed", wait=WAIT_S)
+    assert_broken(found, "events", "closed is expired (closed)")
+    assert "if its publisher was stopped, start it again" in found.remedy
+
+
 def test_a_service_that_is_not_ready_is_named(chain: Chain, tmp_path: Path) -> None:
     with ServiceProcess(tmp_path, KVSIGHT_KAFKA=f"127.0.0.1:{free_port()}") as service:
         assert_broken(chain.examine(url=service.url), "service", "it is not ready: log unreadable")

@@ -56,6 +56,12 @@ def test_sglangs_hashes_are_those_that_its_release_0_5_23_publishes(
     assert (found["sglang"], found["sglang_dynamo"]) == (default, dynamo)
 
 
+@pytest.mark.parametrize(("block_size", "pages"), [(4, "4 pages"), (16, "1 page")])
+def test_people_read_how_many_pages_there_are(block_size: int, pages: str) -> None:
+    shown = invoke("query", "--show-hashes", *TOKENS, "--block-size", block_size).stdout
+    assert shown.startswith(f"{pages} of {block_size} tokens, seed 1337\n")
+
+
 def test_pages_of_pairs_overlap_by_a_token() -> None:
     found = hashes("--tokens", "1 2 3 4 5 6 7 8 9", "--block-size", "4", "--eagle")
     assert found["local_hashes"] == [1914873892905420881, 1929047464662796003]

@@ -71,6 +71,8 @@ OPTIONS = [
     (f"{RECORD} --to 12", "kvsight: --to: got 12; a topic has no index: give a time or PARTITION:OFFSET,..."),
     (f"{RECORD} --from 0:1 --channel control", "kvsight: --from and --to name offsets of the events' topic"),
     (f"{RECORD} --channel x", "--channel: got 'x', expected one of events, control, decisions, dead_letters"),
+    (f"{RECORD} --max-bytes 5", "--max-bytes: got '5', expected at least 16MiB"),
+    (f"{RECORD} --max-bytes 5 --segment-bytes 1KiB", "--max-bytes: got '5', expected at least 2048"),
     (f"{RECORD} --max-age long", "--max-age: got 'long', expected a positive number with one of the units s, "),
     ("serve --port 0 --record-keep soon", "kvsight: --record-keep: got 'soon', expected a positive number"),
     ("serve --port 0 --record-max-bytes 20", "--record-max-bytes: got '20', expected at least 16MiB"),

@@ -12,7 +12,7 @@ from bridge.settings import BridgeSettings
 from engine_cache.settings import HICACHE_HOST_MEMORY_RESERVE_BYTES, HOST_MEMORY_RESERVE, MooncakeSettings
 from indexer.settings import IndexerSettings
 from indexer.shards.settings import GroupSettings
-from kv_events.errors import UnknownVariableError
+from kv_events.errors import InvalidValueError, UnknownVariableError
 from kv_events.hash_seed import SEED_VARIABLE
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.runtime.settings import KvsightSettings
@@ -157,3 +157,9 @@ def test_a_variable_of_the_version_before_still_counts(monkeypatch: pytest.Monke
     monkeypatch.setenv("KVSIGHT_MOONCAKE_PROTOCOL", "rdma")
     assert ApiSettings().tls_cert_file == Path("cert")
     assert MooncakeSettings().mooncake_protocol == "rdma"
+
+
+def test_an_unknown_protocol_of_mooncake_is_refused_with_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "udp")
+    with pytest.raises(InvalidValueError, match="MOONCAKE_PROTOCOL: got 'udp', expected 'tcp' or 'rdma'"):
+        MooncakeSettings()

@@ -28,6 +28,8 @@ from tests.support.compose import (
     unknown_settings,
 )  # fmt: skip
 from tests.support.engines.released_modules import SGLANG_MAPS, VLLM
+from tests.support.servers.certificates import Certificates
+from tests.support.servers.service_process import ServiceProcess
 
 DEPLOY = ROOT / "deploy"
 PROMETHEUS = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
@@ -98,8 +100,19 @@ def test_the_api_is_published_exposed_checked_and_scraped_on_the_port_it_listens
     assert SERVICES["indexer"]["ports"] == [f"127.0.0.1:{port}:{port}"]
     assert instructions("EXPOSE") == [port]
     assert option(json.loads(instructions("CMD")[-1]), "--port") == port
-    assert f"http://127.0.0.1:{port}/health" in instructions("HEALTHCHECK")[0]
+    assert f"'http://127.0.0.1:{port}'" in instructions("HEALTHCHECK")[0]
     assert SCRAPES["kvsight"]["static_configs"] == [{"targets": [f"indexer:{port}"]}]
+
+
+def test_the_images_health_check_asks_over_tls_and_on_another_port(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    cert, key, _ = certificates.issue("kvsight")
+    words = [sys.executable, *json.loads(instructions("HEALTHCHECK")[0].partition("CMD ")[2])[1:]]
+    variables = {"KVSIGHT_TLS_CERT_FILE": cert, "KVSIGHT_TLS_KEY_FILE": key, "SSL_CERT_FILE": certificates.ca}
+    with ServiceProcess(tmp_path, **variables) as service:
+        asked = {**os.environ, "KVSIGHT_URL": f"{service.url}/"}
+        assert subprocess.run(words, env=asked, timeout=60).returncode == 0
+    assert subprocess.run(words, env=asked, timeout=60, stderr=subprocess.DEVNULL).returncode == 1
 
 
 def test_every_member_of_the_group_is_published_and_scraped_on_the_port_it_listens_on() -> None:

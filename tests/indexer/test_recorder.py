@@ -66,6 +66,20 @@ async def test_a_disk_that_hangs_is_reported_and_holds_up_nothing(
     assert kept == list(range(11 - len(kept), 11))
 
 
+async def test_a_folder_with_another_topic_is_named_beside_a_service(tmp_path: Path) -> None:
+    def feeds(topic: str) -> list[Feed]:
+        return [Feed(MemorySource(_log(b"1")), Channel.EVENTS, topic)]
+
+    recorder = Recorder(tmp_path)
+    async with RecordingThread(recorder, lambda: feeds("one")).running():
+        await async_wait_until(lambda: recorder.written == 1, 60, "the record")
+    recording = RecordingThread(Recorder(tmp_path), lambda: feeds("other"))
+    async with recording.running():
+        await async_wait_until(lambda: recording.degraded, 60, "the refusal")
+        assert "it has records of topic one, not of other: give another folder" in recording.degraded
+    assert [found.payload for found in records_of(tmp_path)] == [b"1"]
+
+
 async def test_records_that_are_offered_beyond_the_bound_are_lost_and_counted(tmp_path: Path) -> None:
     recorder, small, size = Recorder(tmp_path), record(0, 30), 500_000
     assert small.memory_bytes > 256  # small records count with the memory that they take

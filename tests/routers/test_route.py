@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import signal
+import socket
+import time
 from typing import Self
 
 import httpx
@@ -99,3 +102,20 @@ def test_without_any_worker_it_says_so() -> None:
         refusal = kvsight("route", "--worker", worker).stderr
         assert "--worker" in refusal
         assert "secret" not in refusal
+    twice = kvsight("route", "--worker", "e0=http://127.0.0.1:9", "--worker", "e0=http://127.0.0.1:10")
+    assert twice.returncode == 2
+    assert "--worker: e0 is given twice" in twice.stderr
+
+
+def test_it_ends_in_seconds_though_an_engine_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as engine:
+        engine.settimeout(30)
+        address = f"http://127.0.0.1:{engine.getsockname()[1]}"
+        with Route("--url", DEAD_URL, "--worker", f"e0={address}") as route, socket.socket() as caller:
+            caller.connect(("127.0.0.1", int(route.url.rpartition(":")[2])))
+            caller.sendall(b"GET /v1/models HTTP/1.1\r\nHost: route\r\n\r\n")
+            with engine.accept()[0] as asked:
+                assert asked.recv(4096).startswith(b"GET /v1/models")
+                began = time.monotonic()
+                route.end(signal.SIGTERM)
+                assert time.monotonic() - began < 8  # five seconds for the request, and the end of a process

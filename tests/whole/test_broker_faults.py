@@ -5,6 +5,7 @@ A real broker, a real `kvsight serve` and real publisher processes.
 
 import asyncio
 import re
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -52,6 +53,38 @@ def is_live_and_wrong(service: ServiceProcess, engine: PublishingProcess) -> boo
 
 
 # --- the broker -----------------------------------------------------------------------------------------------------
+
+
+def test_a_service_ends_while_a_broker_hangs(kafka_broker: KafkaBroker, tmp_path: Path) -> None:
+    topics, recording = own_topics(kafka_broker.bootstrap), {"KVSIGHT_RECORD": tmp_path / "recording"}
+    with PublishingProcess("w", **topics) as engine, ServiceProcess(tmp_path, **topics, **recording) as service:
+        engine.store(1)
+        wait_until(lambda: service.is_right(engine), 60, "the view to be right")
+        service.wait_until_ready()
+
+        def written() -> int:
+            book(service)
+            names = ("kvsight_decisions_written_total", "kvsight_reservations_written_total")
+            return min(int(service.metric(name)) for name in names)
+
+        wait_until(written, 60, "the writers to be connected")
+        assert kafka_broker.process is not None
+        kafka_broker.process.send(signal.SIGSTOP)
+        try:
+            book(service)
+            began = time.monotonic()
+            service.terminate()
+            assert time.monotonic() - began < 8  # the two writers wait for the same broker, at the same time
+        finally:
+            kafka_broker.process.send(signal.SIGCONT)
+    for name in ("decisions", "reservations"):
+        assert f"{name} were not written before the end" in service.log.read_text()
+
+
+def book(service: ServiceProcess) -> None:
+    """Let a service write to both of its topics."""
+    service.post("/decisions", {"request_id": "r", "worker": "w", "model_name": MODEL, "seq_hashes": [1]})
+    assert service.post("/select_and_reserve", {"model_name": MODEL, "token_ids": [1, 2]}).status_code == 200
 
 
 def test_an_outage_of_kafka_is_reported(kafka_broker: KafkaBroker, tmp_path: Path) -> None:

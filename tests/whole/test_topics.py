@@ -182,6 +182,20 @@ async def test_a_recording_waits_for_its_topic_and_keeps_a_bound_on_its_size(
     assert "deleted 00000000000000000000.kvlog: records 0 to " in command.err
 
 
+async def test_a_recording_of_one_topic_does_not_go_on_with_another_one(own: dict[str, Any], tmp_path: Path) -> None:
+    log, other = tmp_path / "log", own["events_topic"] + "-other"
+    for topic in (own["events_topic"], other):
+        await create(own["kafka"], topic)
+        async with AIOKafkaProducer(bootstrap_servers=own["kafka"]) as producer:
+            await producer.send_and_wait(topic, topic.encode(), key=b"k")
+    for _ in range(2):
+        assert kvsight("record", log, "--once", *flags(own)).returncode == 0
+    refused = kvsight("record", log, "--once", *flags(own | {"events_topic": other}))
+    said = f"{log}: it has records of topic {own['events_topic']}, not of {other}: give another folder"
+    assert (refused.returncode, refused.stderr.splitlines()[-1]) == (2, f"kvsight: {said}")
+    assert {record.payload for record in records_of(log)} == {own["events_topic"].encode()}
+
+
 def test_a_recording_of_a_topic_that_does_not_exist_ends_if_it_is_to_run_once(
     own: dict[str, Any], tmp_path: Path
 ) -> None:

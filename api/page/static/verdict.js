@@ -24,7 +24,9 @@ export class VerdictLine {
 
   fail(error) {
     const seen = this.#answeredAt ? ` Figures below are ${duration((performance.now() - this.#answeredAt) / 1000)} old.` : "";
-    this.#write("trouble", [error.status ? `${error.message}.${seen}` : `The service does not answer.${seen}`]);
+    const said = error.status ? `${error.message}${error.message.endsWith(".") ? "" : "."}` : "The service does not answer.";
+    const wayOut = error.problem?.field === "at" ? [" ", h("a", { href: "?" }, "Leave out the moment")] : [];
+    this.#write("trouble", [said + seen, ...wayOut]);
   }
 
   #write(level, parts) {

@@ -99,9 +99,11 @@ def _checks(servers: Servers, probe: PromptTrace) -> list[Check]:
         Check("retention", servers.retention, of_kafka),
         Check("Redis", servers.redis, "start Redis, or correct --redis; see `Connect to Redis` in docs/operations.md"),
         Check("service", servers.ready, "start `kvsight serve`, or correct --url and --api-token"),
-        Check("engine", probe.engine_answers, "start the engine's HTTP server, or correct --engine"),
+        Check(
+            "engine", probe.engine_answers, "start the engine's HTTP server, or correct --engine, --engine-token-file"
+        ),
         Check("events", probe.events, "run this command again; if it fails again, look at the log of that part"),
-        Check("clocks", probe.clocks, ""),
+        Check("clocks", probe.clocks, "run this command again"),
         Check("block size", probe.block_size, "run this command again"),
         Check("hash seed", probe.hash_seed, "run this command again"),
         Check("answer", probe.answer, "run this command again"),

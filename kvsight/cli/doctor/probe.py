@@ -266,7 +266,8 @@ class PromptTrace:
             return BrokenError(*_broken(rows[0]), *(BrokenError(*_broken(row)) for row in rows[1:]))
         if not is_one_live:
             texts = [_state(name, listener) for name, listener in _listeners(workers)]
-            return BrokenError(names(texts), "see `States of a view` in docs/operations.md")
+            remedy = "if its publisher was stopped, start it again; see `States of a view` in docs/operations.md"
+            return BrokenError(names(texts), remedy)
         if self.tokens and not self._is_known and self._stored() <= before:
             text = "the engine computed the prompt, but the service has applied no event of it"
             return BrokenError(f"{text} within {self.wait_s:g} s", f"{self._reading()}{self._if_cached()}")

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kv_events.errors import RecordRejectedError
 from kv_events.http.events import ClientDropped, FeedEvent, StateChanged
 from kv_events.records import Channel, LogRecord
-from kv_events.runtime.words import local_time, printable
+from kv_events.runtime.words import count, local_time, printable
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kvsight.cli.shared.streams import MEDIA
 
@@ -83,7 +83,7 @@ def of_feed(event: FeedEvent) -> RecordLine:
     """An event of GET /events."""
     now_ms = round(time.time() * 1000)
     if isinstance(event, ClientDropped):
-        reason = f"the service dropped {event.lost} events, because this reader was too slow"
+        reason = f"the service dropped {count(event.lost, 'event')}, because this reader was too slow"
         return RecordLine(time_ms=now_ms, kinds=("dropped",), reason=reason)
     if isinstance(event, StateChanged):
         found = RecordLine(time_ms=now_ms, kinds=("state",), before=event.before, reason=event.reason)

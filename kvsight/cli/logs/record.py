@@ -12,7 +12,8 @@ import typer
 from kv_events.log.event_log import DeletedSegment, EventLogReader
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel
-from kv_events.runtime.variables import BYTES, SECONDS, parse_quantity
+from kv_events.runtime.variables import BYTES, LEAST_LOG, SECONDS, parse_quantity
+from kv_events.runtime.words import count
 from kvsight.cli.logs.reading import write_key_frames
 from kvsight.cli.logs.records import OF_EVENTS, OfChannel, channels_of
 from kvsight.cli.shared.console import UsageError, err
@@ -68,11 +69,11 @@ def record(
         raise UsageError(f"--from {since} is after --to {until}")
     has_offsets = first.offsets is not None or last.offsets is not None
     feeds = _feeds(settings, channels_of(channel), last, Selection(worker, model), has_offsets=has_offsets)
-    size = None if max_bytes is None else int(parse_quantity("--max-bytes", max_bytes, BYTES))
+    segment = 0 if segment_bytes is None else max(1, int(parse_quantity("--segment-bytes", segment_bytes, BYTES)))
+    least = str(2 * segment) if segment else LEAST_LOG
+    size = None if max_bytes is None else int(parse_quantity("--max-bytes", max_bytes, BYTES, least))
+    segment = segment or segment_bytes_within(size)
     age_s = None if max_age is None else parse_quantity("--max-age", max_age, SECONDS)
-    segment = segment_bytes_within(size)
-    if segment_bytes is not None:
-        segment = max(1, int(parse_quantity("--segment-bytes", segment_bytes, BYTES)))
     load_kernels()
     recorder = Recorder(
         folder, segment_bytes=segment, max_bytes=size, max_age_s=age_s, is_patient=not once, on_deleted=_report_deletion
@@ -86,7 +87,7 @@ def record(
     if has_events:
         write_key_frames(folder)
     num_records = recorder.next_index - EventLogReader(folder).first_index
-    err.print(f"stopped; {folder} holds {num_records} records")
+    err.print(f"stopped; {folder} holds {count(num_records, 'record')}")
 
 
 def _report_deletion(segment: DeletedSegment) -> None:
@@ -124,7 +125,7 @@ async def _run(recorder: Recorder, feeds: list[Feed], stop: asyncio.Event, *, on
     running = asyncio.create_task(recorder.run(feeds, stop, once=once))
     with err.status("") as status:
         while not (await asyncio.wait({running}, timeout=_SHOW_S))[0]:
-            status.update(f"{recorder.next_index} records")
+            status.update(count(recorder.next_index, "record"))
     await running
 
 

@@ -308,7 +308,7 @@ def test_the_first_group_of_a_broker_and_a_second_member_are_no_errors(
     settings = own_topics(kafka_broker.bootstrap)
     group = settings | {"KVSIGHT_GROUP": "members"}
     with ServiceProcess(tmp_path, **group) as first, PublishingProcess("w", **settings):
-        wait_until(lambda: "1 members" in first.log.read_text(), 60, "a group")
+        wait_until(lambda: ", 1 member\n" in first.log.read_text(), 60, "a group")
         with ServiceProcess(tmp_path, **group) as second:
             for each in (first, second):
                 wait_until(partial(has_two_members, each), 60, "both members")
