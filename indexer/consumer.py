@@ -24,6 +24,7 @@ from indexer.sources.reader import SourceReader
 from indexer.tenants import TenantLimits
 from indexer.views import View
 from indexer.worker_log import WorkerLog
+from kv_events.errors import KvsightError
 from kv_events.records import LogRecord
 from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import cancel, keep_running
@@ -44,6 +45,10 @@ _JOIN_WAIT_S = 0.1
 _UNTRACED = nullcontext()
 _MAX_KEY = 1024
 """Characters of a record's key in a span. Any program may write to the topic."""
+
+
+class ConsumerStateError(KvsightError):
+    """The consumer was run before."""
 
 
 class _Removal(NamedTuple):
@@ -102,6 +107,7 @@ class Consumer:
         self._snapshots = SnapshotKeeper(store, settings, now, self.snapshot_counts)
         self._probe_interval = Interval(_PROBE_S)
         self._probing: asyncio.Task[None] | None = None
+        self._has_run = False
         self._stopping = False
         self.worker_log = WorkerLog(self.freshness)
         """The life of the workers. Its `on_change` receives each change."""
@@ -158,7 +164,14 @@ class Consumer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run in the background of a block. Leaving it writes a last snapshot and stops."""
+        """Run in the background of a block, once. Leaving it writes a last snapshot and stops.
+
+        Raises ConsumerStateError if it was run before. Two loops would share one position in the log: a record that one
+        of them is still applying would count as applied after the other has applied a later one.
+        """
+        if self._has_run:
+            raise ConsumerStateError("the consumer was already run")
+        self._has_run = True
         task = asyncio.create_task(keep_running(self._run, "consumer", logger, self._note_failure), name="consumer")
         try:
             yield

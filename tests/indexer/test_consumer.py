@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from indexer.applier import Applier, DeadLetters
-from indexer.consumer import Consumer
+from indexer.consumer import Consumer, ConsumerStateError
 from indexer.freshness import NO_HEARTBEAT
 from indexer.namespaces import Namespaces
 from indexer.scores import stream_scores
 from indexer.settings import IndexerSettings
+from indexer.slices import Slices
 from indexer.snapshots.base import FolderStore
 from indexer.snapshots.image import unpack
 from indexer.sources.base import Source
@@ -248,10 +249,25 @@ async def test_a_record_that_causes_an_error_is_a_dead_letter(monkeypatch: pytes
         assert {view.state for view in consumer.namespaces.views} == {ViewState.LIVE}
 
 
+async def test_a_consumer_runs_once() -> None:
+    log, stream = MemoryLog(), Stream()
+    consumer = new_consumer(log)
+    async with consumer.running():
+        with pytest.raises(ConsumerStateError, match="already run"):
+            async with consumer.running():
+                pass
+        put_chain(log, stream, 2, 10)
+        await caught_up(consumer, log)
+        assert view_of(consumer, stream).num_pages[0] == 20
+    with pytest.raises(ConsumerStateError, match="already run"):
+        async with consumer.running():
+            pass
+
+
 async def test_a_stop_in_the_middle_of_a_backlog_saves_whole_records_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexer.slices._SLICE_S", 0.0)  # pause after every slice
+    monkeypatch.setattr("indexer.consumer.Slices", lambda: Slices(0.0))  # pause after every slice
     log, stream = MemoryLog(), Stream()
     put_chain(log, stream, 6, 30_000)
     settings = IndexerSettings(max_pages=500_000)

@@ -96,7 +96,7 @@ async def replayed(header: Header, steps: Sequence[Step]) -> AsyncIterator[Repla
             tokenize_url=await stack.enter_async_context(recorded_engine(steps)), tokenize_timeout_s=20
         )
         app = create_app(LiveService(consumer, settings))
-        await stack.enter_async_context(app.router.lifespan_context(app))
+        client = await stack.enter_async_context(asking(app))
         await async_wait_until(lambda: consumer.ready, what="the index to be ready")
         fleet = await stack.enter_async_context(Fleet(BridgeSettings(), template, MemorySink(log)))
         engines = [stack.enter_context(ZmqEngine()) for _ in range(header.num_workers)]
@@ -110,7 +110,6 @@ async def replayed(header: Header, steps: Sequence[Step]) -> AsyncIterator[Repla
             }
             await fleet.add(EngineSettings(**fields))
         await async_wait_until(lambda: len(consumer.namespaces.views) >= len(engines), what="a view of each engine")
-        client = await stack.enter_async_context(asking(app))
         yield Replayed(header, engines, fleet, log, consumer, client)
 
 
