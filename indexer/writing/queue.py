@@ -26,7 +26,7 @@ _MAX_RECORDS, _MAX_BYTES_AT_ONCE = 1000, 4 * 2**20
 """Bounds on a write, beyond which nothing is added to it: all of it must be written in some seconds."""
 _GROUP_BYTES = 192
 """What records that come together take in memory beside themselves."""
-_GATHER_S = 0.01
+_GATHER_S = 0.02
 """Time after the start of a write in which further records wait for the next one."""
 _MAX_BYTES = 2 * 2**30
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
