@@ -133,7 +133,7 @@ class Book:
         name, at = reservation_id(record).encode(), min(time_of(record), now)
         entry = kernels.find_reservation(self.pinned, name)
         if entry != kernels.NONE and self.columns.times[entry, kernels.TOUCHED_AT] + self.ttl_s <= at:
-            kernels.progress(self.pinned, name, kernels.AT_END, 0, kernels.UNCHANGED, (now, now))
+            kernels.progress(self.pinned, name, kernels.AT_END, 0, kernels.UNCHANGED, now)
             self.columns.state[kernels.NUM_EXPIRED] += 1
         return self._apply(record, now, at)
 
@@ -154,7 +154,7 @@ class Book:
         if not isinstance(record, Reserved):
             fraction = kernels.UNCHANGED if record.decay_fraction is None else record.decay_fraction
             numbers = STEPS.index(record.step), record.output_blocks, fraction
-            return kernels.progress(self.pinned, name, *numbers, (at, now))
+            return kernels.progress(self.pinned, name, *numbers, at)
         decision = record.decision
         if decision.request_id in self:
             return False
@@ -185,9 +185,8 @@ class Book:
     def _free_places(self) -> None:
         """Forget places where nothing is booked or predicted. Raises BookFullError if there is none."""
         columns = self.columns
-        ring = columns.state[kernels.FIRST_ENDED] + np.arange(columns.state[kernels.NUM_ENDED])
         used = set(columns.numbers[self._entries(), kernels.PLACE].tolist())
-        used.update(columns.ended[ring % len(columns.ended), 0].tolist())
+        used.update(columns.predicted[: columns.state[kernels.NUM_PREDICTED], 0].tolist())
         self._free = [number for number in self._places.values() if number not in used]
         if not self._free:
             raise BookFullError(f"requests are placed on {self._max_places} ranks of workers")

@@ -151,8 +151,16 @@ class Rosters:
         """Return the candidates for a prompt: all ranks of the roster that have not expired."""
         roster, block_size = self.of(namespace, now), namespace.key.block_size
         numbers = block_size, -(-found.tokens // block_size), found.tokens
-        times = now, freshness.expired_before()
-        count = weigh(self._book.pinned, found.hashes, found.streams, found.pages, roster.pinned, numbers, times)
+        self._book.expire(now)
+        count = weigh(
+            self._book.pinned,
+            found.hashes,
+            found.streams,
+            found.pages,
+            roster.pinned,
+            numbers,
+            freshness.expired_before(),
+        )
         everyone = roster.candidates
         if count == len(roster.ranks):
             return Weighed(roster, range(count), everyone)

@@ -1,9 +1,9 @@
 """Kernels of booked pages: those of requests that workers have been given.
 
 A page of a place, which is a number of a worker's rank, has an entry in a hash table. Its key is the page's sequence
-hash, mixed with the place. A booking covers a prompt from its first page on. It is known by the entry of its last page,
-as each page knows the one before it. So what is booked of a prompt, or predicted, is always a prefix, and its length is
-found by binary search.
+hash, mixed with the place. The hash stands for all pages before it, and each entry knows the one before it: the pages
+of a place are a tree. A booking marks its last page. What is marked is then each page on the way to it, so what is
+booked of a prompt, or predicted, is always a prefix, and its length is found by binary search.
 """
 
 from typing import NamedTuple
@@ -22,17 +22,15 @@ NO_PAGE = -1
 
 
 class BookedPages(NamedTuple):
-    """The pages of all bookings."""
+    """The pages of all bookings. An entry that is neither booked nor predicted is removed."""
 
     table: Table
     before: I32Vector
     """[entries] entry of the page before, or NO_PAGE."""
-    references: I32Vector
-    """[entries] bookings that have the page."""
-    ended: I32Vector
-    """[entries] bookings that had the page, and whose pages may still count as held."""
-    predicted_until: F64Vector
-    """[entries] until when the page counts as held, in seconds since 1970."""
+    booked: I32Vector
+    """[entries] bookings that end with the page, and pages after it that are booked."""
+    predicted: I32Vector
+    """[entries] the same of bookings whose pages count as held."""
 
 
 class LoadColumns(NamedTuple):
@@ -47,8 +45,8 @@ class LoadColumns(NamedTuple):
 
 def make_pages(capacity: int) -> BookedPages:
     """Return room for a number of pages. Reserves address space only."""
-    before, references, ended = (zeros(capacity + 1, np.int32) for _ in range(3))
-    return BookedPages(make_table(capacity), before, references, ended, zeros(capacity + 1, np.float64))
+    before, booked, predicted = (zeros(capacity + 1, np.int32) for _ in range(3))
+    return BookedPages(make_table(capacity), before, booked, predicted)
 
 
 @inline_helper
@@ -57,76 +55,66 @@ def _key(page: U64, place: int) -> U64:
 
 
 @helper
-def book_pages(pages: BookedPages, hashes: U64Input, place: int, until: float) -> tuple[int, int]:
-    """Book the pages of a prompt. Returns the entry of the last one, and how many were not booked before.
+def find_or_add(pages: BookedPages, hashes: U64Input, place: int) -> int:
+    """Return the entry of the last page of a prompt, or NO_PAGE. Unknown pages are added. The caller marks the entry.
 
-    hashes: uint64[n]. until: see `predicted_until`; 0: the pages are not predicted. No page is booked from the first
-    one on for which there is no room, or which follows on another page elsewhere: no engine gives two prompts one hash.
+    hashes: uint64[n]. A page for which there is no room ends the prompt, and so does a known one after an unknown one:
+    no engine gives one hash to two prompts.
     """
-    last, num_new = int64(NO_PAGE), int64(0)
-    for i in range(hashes.shape[0]):
+    low, high = int64(0), int64(hashes.shape[0])
+    while low < high:
+        middle = (low + high) // 2
+        if find(pages.table, _key(hashes[middle], place)) >= 0:
+            low = middle + 1
+        else:
+            high = middle
+    last = find(pages.table, _key(hashes[low - 1], place)) if low > 0 else int64(NO_PAGE)
+    for i in range(low, hashes.shape[0]):
         entry, is_new = find_or_insert(pages.table, _key(hashes[i], place))
-        if is_new and entry >= 0:
-            pages.before[entry] = int32(last)
-            pages.references[entry] = pages.ended[entry] = int32(0)
-            pages.predicted_until[entry] = 0.0
-        if entry < 0 or pages.before[entry] != last:
+        if entry < 0 or not is_new:
             break
-        num_new += pages.references[entry] == 0
-        pages.references[entry] += int32(1)
-        pages.predicted_until[entry] = max(pages.predicted_until[entry], until)
+        pages.before[entry], pages.booked[entry], pages.predicted[entry] = int32(last), int32(0), int32(0)
         last = entry
-    return last, num_new
+    return last
 
 
 @helper
-def end_pages(pages: BookedPages, last: int, kept: int) -> int:
-    """End a booking. Returns how many of its pages are not booked any more. last: see `book_pages`.
+def mark(pages: BookedPages, marks: I32Vector, last: int) -> int:
+    """Mark the last page of a prompt. Returns how many of its pages were not marked. marks: a column of `pages`."""
+    entry, num_new = last, int64(0)
+    while entry != NO_PAGE:
+        marks[entry] += int32(1)
+        if marks[entry] > 1:
+            break
+        num_new += 1
+        entry = int64(pages.before[entry])
+    return num_new
 
-    kept: 1 if the pages may still count as held, so that `drop_pages` follows, else 0.
-    """
+
+@helper
+def unmark(pages: BookedPages, marks: I32Vector, last: int) -> int:
+    """Remove a mark. Returns how many pages are not marked any more. See `mark`."""
     entry, num_gone = last, int64(0)
     while entry != NO_PAGE:
+        marks[entry] -= int32(1)
+        if marks[entry] > 0:
+            break
         before = int64(pages.before[entry])
-        pages.references[entry] -= int32(1)
-        pages.ended[entry] += int32(kept)
-        num_gone += pages.references[entry] == 0
-        _remove_unused(pages, entry)
+        if pages.booked[entry] == 0 and pages.predicted[entry] == 0:
+            remove(pages.table, entry)
+        num_gone += 1
         entry = before
     return num_gone
 
 
 @helper
-def drop_pages(pages: BookedPages, last: int) -> None:
-    """Forget the pages of a booking that has ended."""
-    entry = last
-    while entry != NO_PAGE:
-        before = int64(pages.before[entry])
-        pages.ended[entry] -= int32(1)
-        _remove_unused(pages, entry)
-        entry = before
-
-
-@inline_helper
-def _remove_unused(pages: BookedPages, entry: int) -> None:
-    if pages.references[entry] == 0 and pages.ended[entry] == 0:
-        remove(pages.table, entry)
-
-
-@helper
 def count_own(pages: BookedPages, last: int) -> int:
-    """Return the number of pages of a booking that no other one has."""
-    own, entry = int64(0), last
-    while entry != NO_PAGE:
-        own += pages.references[entry] == 1
+    """Return the number of pages of a booking that no other one has. last: see `find_or_add`."""
+    entry, own = last, int64(0)
+    while entry != NO_PAGE and pages.booked[entry] == 1:
         entry = int64(pages.before[entry])
+        own += 1
     return own
-
-
-@inline_helper
-def _counts(pages: BookedPages, entry: int, now: float) -> bool:
-    """Return whether a page is predicted at a time, or, if it is negative, booked. entry: -1 if there is none."""
-    return entry >= 0 and (pages.references[entry] > 0 if now < 0 else pages.predicted_until[entry] > now)
 
 
 @helper
@@ -138,16 +126,19 @@ def _entries(pages: BookedPages, hashes: U64Input, place: int, length: int) -> t
 
 
 @helper
-def _length(pages: BookedPages, hashes: U64Input, place: int, now: float, guess: int, entries: tuple[int, int]) -> int:
-    """Return the number of leading pages that count, see `_counts`. guess: it, perhaps. entries: see `_entries`."""
+def _length(
+    pages: BookedPages, marks: I32Vector, hashes: U64Input, place: int, guess: int, entries: tuple[int, int]
+) -> int:
+    """Return the number of leading pages that are marked. guess: it, perhaps. entries: see `_entries`."""
     low, high, (last, after) = guess, int64(hashes.shape[0]), entries
-    if guess > 0 and not _counts(pages, last, now):
+    if guess > 0 and (last < 0 or marks[last] == 0):
         low, high = int64(0), guess - 1
-    elif not _counts(pages, after, now):
+    elif after < 0 or marks[after] == 0:
         high = guess
     while low < high:
         middle = (low + high) // 2
-        if _counts(pages, find(pages.table, _key(hashes[middle], place)), now):
+        entry = find(pages.table, _key(hashes[middle], place))
+        if entry >= 0 and marks[entry] > 0:
             low = middle + 1
         else:
             high = middle
@@ -155,7 +146,7 @@ def _length(pages: BookedPages, hashes: U64Input, place: int, now: float, guess:
 
 
 @kernel
-def booked_lengths(pages: BookedPages, hashes: U64Input, places: I32Vector, now: float, out: I64Matrix) -> None:
+def booked_lengths(pages: BookedPages, hashes: U64Input, places: I32Vector, out: I64Matrix) -> None:
     """Write how many leading pages of a prompt are booked, and how many are predicted.
 
     places: int32[n], -1 for ranks without bookings. out: int64[n, 2]
@@ -169,8 +160,8 @@ def booked_lengths(pages: BookedPages, hashes: U64Input, places: I32Vector, now:
         entries = _entries(pages, hashes, place, guess)
         if entries[0] < 0 and find(pages.table, _key(hashes[0], place)) < 0:
             continue
-        length = _length(pages, hashes, place, -1.0, guess, entries)
+        length = _length(pages, pages.booked, hashes, place, guess, entries)
         if length != guess:
             guess, entries = length, _entries(pages, hashes, place, length)
         out[row, 0] = length
-        out[row, 1] = _length(pages, hashes, place, now, guess, entries)
+        out[row, 1] = _length(pages, pages.predicted, hashes, place, guess, entries)

@@ -29,11 +29,11 @@ from kv_events.reservations import OUTPUT_BLOCK, PREFILL_COMPLETE, RELEASED, STE
 from selection.kernels.booked import (
     BookedPages,
     LoadColumns,
-    book_pages,
     count_own,
-    drop_pages,
-    end_pages,
+    find_or_add,
     make_pages,
+    mark,
+    unmark,
 )
 
 AT_FIRST_TOKEN, AT_OUTPUT, AT_END = (STEPS.index(step) for step in (PREFILL_COMPLETE, OUTPUT_BLOCK, RELEASED))
@@ -42,14 +42,14 @@ UNCHANGED = -1.0
 """In place of a `decay_fraction` that is None."""
 
 NAME_BYTES, PLACE, LAST_PAGE, PREFILL_TOKENS, OUTPUT_BLOCKS, BEFORE, AFTER = range(7)
-"""Columns of `BookColumns.numbers`: size of the name; place; see `book_pages`; tokens that are still to be computed;
+"""Columns of `BookColumns.numbers`: size of the name; place; see `find_or_add`; tokens that are still to be computed;
 pages of the output; the entries of the reservations that expire before and after this one, NONE if there are none."""
-TOUCHED_AT, HELD_UNTIL, DECAYED = range(3)
-"""Columns of `BookColumns.times`: when the newest record came, and until when the pages count as held, in seconds since
-1970; pages by which its own ones count less."""
-OLDEST, NEWEST, NUM_EXPIRED, FIRST_ENDED, NUM_ENDED = range(5)
+TOUCHED_AT, DECAYED = range(2)
+"""Columns of `BookColumns.times`: when the newest record came, in seconds since 1970; pages by which its own ones count
+less."""
+OLDEST, NEWEST, NUM_EXPIRED, NUM_PREDICTED = range(4)
 """Elements of `BookColumns.state`: entries of the reservations that expire first and last, or NONE; those that expired
-so far; index of the first one in `ended`, and how many are in it."""
+so far; size of `predicted`."""
 NONE = -1
 
 
@@ -65,13 +65,13 @@ class BookColumns(NamedTuple):
     numbers: I64Matrix
     """[n + 1, 7] see NAME_BYTES."""
     times: F64Matrix
-    """[n + 1, 3] see TOUCHED_AT."""
-    ended: I64Matrix
-    """[n, 2] ring: place and last page of reservations that have ended, and whose pages may still count as held."""
-    ended_until: F64Vector
-    """[n] until when they do."""
+    """[n + 1, 2] see TOUCHED_AT."""
+    predicted: I64Matrix
+    """[n, 2] binary heap: place and last page of bookings whose pages count as held."""
+    predicted_until: F64Vector
+    """[n] until when they do, in seconds since 1970. The first one ends first."""
     state: I64Vector
-    """[5] see OLDEST."""
+    """[4] see OLDEST."""
 
 
 def make_book(num_reservations: int, num_pages: int, num_places: int) -> BookColumns:
@@ -86,7 +86,7 @@ def make_book(num_reservations: int, num_pages: int, num_places: int) -> BookCol
         zeros((size, DECAYED + 1), np.float64),
         zeros((num_reservations, 2), np.int64),
         zeros(num_reservations, np.float64),
-        np.array([NONE, NONE, 0, 0, 0], np.int64),
+        np.array([NONE, NONE, 0, 0], np.int64),
     )
 
 
@@ -112,8 +112,8 @@ def reserve(
 ) -> bool:
     """Add a reservation. Returns False if its name is in use or too long, or if there is no room.
 
-    hashes: uint64[n] of its prompt. tokens: of them, those that are to be computed. times: see TOUCHED_AT and
-    HELD_UNTIL.
+    hashes: uint64[n] of its prompt. tokens: of them, those that are to be computed. times: see TOUCHED_AT, and until
+    when its pages count as held, 0: they do not.
     """
     size = int64(name.shape[0])
     if size > MAX_REQUEST_ID_BYTES:
@@ -123,15 +123,17 @@ def reserve(
         return False
     for i in range(size):
         book.texts[entry * MAX_REQUEST_ID_BYTES + i] = name[i]
-    last, num_new = book_pages(book.pages, hashes, place, times[1])
+    last = find_or_add(book.pages, hashes, place)
     own = book.numbers[entry]
     own[NAME_BYTES], own[PLACE], own[LAST_PAGE], own[PREFILL_TOKENS] = size, place, last, tokens
     own[OUTPUT_BLOCKS] = 0
-    book.times[entry, TOUCHED_AT], book.times[entry, HELD_UNTIL], book.times[entry, DECAYED] = times[0], times[1], 0.0
+    book.times[entry, TOUCHED_AT], book.times[entry, DECAYED] = times[0], 0.0
     book.loads.prefill_tokens[place] += tokens
-    book.loads.decode_blocks[place] += num_new
+    book.loads.decode_blocks[place] += mark(book.pages, book.pages.booked, last)
     book.loads.requests[place] += 1
     _append(book, entry)
+    if times[1] > 0.0:
+        _predict(book, place, last, times[1])
     return True
 
 
@@ -160,44 +162,62 @@ def _unlink(book: BookColumns, entry: int) -> None:
 
 
 @helper
-def _end(book: BookColumns, entry: int, now: float) -> None:
+def _end(book: BookColumns, entry: int) -> None:
     """End a reservation."""
-    own, place, until = book.numbers[entry], book.numbers[entry, PLACE], book.times[entry, HELD_UNTIL]
-    num_gone = end_pages(book.pages, own[LAST_PAGE], int64(until > now))
+    own, place = book.numbers[entry], book.numbers[entry, PLACE]
+    num_gone = unmark(book.pages, book.pages.booked, own[LAST_PAGE])
     book.loads.prefill_tokens[place] -= own[PREFILL_TOKENS]
     book.loads.decode_blocks[place] -= num_gone + own[OUTPUT_BLOCKS] - book.times[entry, DECAYED]
     book.loads.requests[place] -= 1
     _unlink(book, entry)
     remove(book.names, entry)
-    if until > now:
-        size = book.ended.shape[0]
-        if book.state[NUM_ENDED] == size:
-            _forget_first(book)
-        last = (book.state[FIRST_ENDED] + book.state[NUM_ENDED]) % size
-        book.ended[last, 0], book.ended[last, 1], book.ended_until[last] = place, own[LAST_PAGE], until
-        book.state[NUM_ENDED] += 1
+
+
+@helper
+def _predict(book: BookColumns, place: int, last: int, until: float) -> None:
+    """Let pages count as held. If there is no room, what would end first ends now."""
+    if book.state[NUM_PREDICTED] == book.predicted.shape[0]:
+        _forget_first(book)
+    mark(book.pages, book.pages.predicted, last)
+    at = book.state[NUM_PREDICTED]
+    book.state[NUM_PREDICTED] += 1
+    while at > 0 and book.predicted_until[(at - 1) // 2] > until:
+        _move(book, (at - 1) // 2, at)
+        at = (at - 1) // 2
+    book.predicted[at, 0], book.predicted[at, 1], book.predicted_until[at] = place, last, until
 
 
 @helper
 def _forget_first(book: BookColumns) -> None:
-    """Forget the pages of the reservation that was the first to end."""
-    first = book.state[FIRST_ENDED]
-    drop_pages(book.pages, book.ended[first, 1])
-    book.state[FIRST_ENDED] = (first + 1) % book.ended.shape[0]
-    book.state[NUM_ENDED] -= 1
+    """Let the pages no longer count as held whose time ends first."""
+    unmark(book.pages, book.pages.predicted, book.predicted[0, 1])
+    book.state[NUM_PREDICTED] -= 1
+    size, at, after = book.state[NUM_PREDICTED], int64(0), int64(1)
+    while after < size:
+        if after + 1 < size and book.predicted_until[after + 1] < book.predicted_until[after]:
+            after += 1
+        if book.predicted_until[after] >= book.predicted_until[size]:
+            break
+        _move(book, after, at)
+        at, after = after, 2 * after + 1
+    _move(book, size, at)
+
+
+@inline_helper
+def _move(book: BookColumns, source: int, target: int) -> None:
+    book.predicted[target, 0], book.predicted[target, 1] = book.predicted[source, 0], book.predicted[source, 1]
+    book.predicted_until[target] = book.predicted_until[source]
 
 
 @helper
-def note_step(
-    book: BookColumns, entry: int, step: int, blocks: int, fraction: float, times: tuple[float, float]
-) -> None:
+def note_step(book: BookColumns, entry: int, step: int, blocks: int, fraction: float, at: float) -> None:
     """Apply a step of a reservation: see AT_FIRST_TOKEN.
 
-    blocks, fraction: see `Progressed`. times: when it was made and now, in seconds since 1970.
+    blocks, fraction: see `Progressed`. at: see TOUCHED_AT.
     """
     own, place = book.numbers[entry], book.numbers[entry, PLACE]
     if step == AT_END:
-        _end(book, entry, times[1])
+        _end(book, entry)
         return
     if step == AT_FIRST_TOKEN:
         book.loads.prefill_tokens[place] -= own[PREFILL_TOKENS]
@@ -210,30 +230,28 @@ def note_step(
             change += book.times[entry, DECAYED] - decayed
             book.times[entry, DECAYED] = decayed
         book.loads.decode_blocks[place] += change
-    if times[0] > book.times[entry, TOUCHED_AT]:
-        book.times[entry, TOUCHED_AT] = times[0]
+    if at > book.times[entry, TOUCHED_AT]:
+        book.times[entry, TOUCHED_AT] = at
         _unlink(book, entry)
         _append(book, entry)
 
 
 @kernel
-def progress(
-    book: BookColumns, name: BytesInput, step: int, blocks: int, fraction: float, times: tuple[float, float]
-) -> bool:
+def progress(book: BookColumns, name: BytesInput, step: int, blocks: int, fraction: float, at: float) -> bool:
     """Apply a step of a reservation, see `note_step`. Returns False if it is unknown."""
     entry = find_reservation(book, name)
     if entry != NONE:
-        note_step(book, entry, step, blocks, fraction, times)
+        note_step(book, entry, step, blocks, fraction, at)
     return entry != NONE
 
 
 @kernel
 def expire(book: BookColumns, now: float, ttl_s: float) -> None:
-    """End reservations that have expired, and forget pages that no longer count as held."""
+    """End reservations that have expired, and let pages no longer count as held whose time has ended."""
     while book.state[OLDEST] != NONE and book.times[book.state[OLDEST], TOUCHED_AT] + ttl_s <= now:
-        _end(book, book.state[OLDEST], now)
+        _end(book, book.state[OLDEST])
         book.state[NUM_EXPIRED] += 1
-    while book.state[NUM_ENDED] > 0 and book.ended_until[book.state[FIRST_ENDED]] <= now:
+    while book.state[NUM_PREDICTED] > 0 and book.predicted_until[0] <= now:
         _forget_first(book)
 
 

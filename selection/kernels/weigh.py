@@ -67,16 +67,15 @@ def weigh(
     pages: U32Matrix,
     roster: RosterColumns,
     numbers: tuple[int, int, int],
-    times: tuple[float, float],
+    expired_before: float,
 ) -> int:
     """Write the columns of the candidates, and return how many there are: all allowed ranks but expired ones.
 
     hashes: uint64[pages of the prompt]. streams, pages: what `find` found. numbers: tokens of a page, pages of the
-    prompt with the last, incomplete one, and its tokens. times: now in seconds since 1970, and
-    `Freshness.expired_before`.
+    prompt with the last, incomplete one, and its tokens. expired_before: see `Freshness`.
     """
     block_size, prompt_blocks, prompt_tokens = numbers
-    booked_lengths(book.pages, hashes, roster.places, times[0], roster.lengths)
+    booked_lengths(book.pages, hashes, roster.places, roster.lengths)
     for i in range(streams.shape[0]):
         roster.found[streams[i]] = int32(1)
     count = int64(0)
@@ -85,7 +84,7 @@ def weigh(
         if (
             not roster.is_allowed[row]
             or roster.faults[stream] == FAULT_CLOSED
-            or roster.last_batch_tick[stream] < times[1]
+            or roster.last_batch_tick[stream] < expired_before
         ):
             continue
         roster.rows[count] = int32(row)

@@ -120,7 +120,7 @@ def check(book: Book, model: Model, now: float) -> None:
     places = np.array([book.place(rank(worker)) for worker in workers], np.int32)
     for prompt in PROMPTS:
         out = np.zeros((len(workers), 2), np.int64)
-        booked_lengths(pin(book.columns.pages), np.array(prompt, np.uint64), places, now, out)
+        booked_lengths(pin(book.columns.pages), np.array(prompt, np.uint64), places, out)
         assert [tuple(row) for row in out] == [model.lengths(worker, prompt, now) for worker in workers]
 
 
@@ -200,15 +200,15 @@ def test_prompts_that_contradict_each_other_leave_nothing_behind(booked: list[tu
     assert all((column == 0).all() for column in book.columns.loads)
 
 
-def test_more_requests_may_end_at_once_than_are_remembered() -> None:
-    """What they predicted is forgotten early."""
+def test_more_prompts_are_predicted_than_are_remembered() -> None:
+    """The oldest ones are forgotten early."""
     book = Book(TTL_S, 600.0, max_reservations=4)
     for number in range(10):
-        assert book.apply(reserved(str(number), "w1", [1, number + 2], 0.0), 0.0)
-        assert book.apply(Progressed(VERSION, "x", str(number), 0.0, RELEASED), 0.0)
+        assert book.apply(reserved(str(number), "w1", [1, number + 2], number), number)
+        assert book.apply(Progressed(VERSION, "x", str(number), number, RELEASED), number)
     out, places = np.zeros((1, 2), np.int64), np.array([book.place(rank("w1"))], np.int32)
     for number in range(10):
-        booked_lengths(pin(book.columns.pages), np.array([1, number + 2], np.uint64), places, 1.0, out)
+        booked_lengths(pin(book.columns.pages), np.array([1, number + 2], np.uint64), places, out)
         assert out.tolist() == [[0, 2 if number >= 6 else 1]]
 
 
@@ -250,5 +250,5 @@ def test_a_replica_whose_clock_is_ahead_leaves_no_pages_behind() -> None:
     book.expire(10.0 + PREDICT_S)
     out, places = np.zeros((1, 2), np.int64), np.array([book.place(rank("w1"))], np.int32)
     for first in (1, 3):
-        booked_lengths(pin(book.columns.pages), np.array([first], np.uint64), places, 10.0, out)
+        booked_lengths(pin(book.columns.pages), np.array([first], np.uint64), places, out)
         assert out.tolist() == [[0, 0]]

@@ -48,7 +48,7 @@ def _follow(book: BookColumns, table: StepTable, name_bytes: int, step: int, now
     if entry == NONE:
         return False
     blocks = min(book.numbers[entry, OUTPUT_BLOCKS] + 1, MAX_OUTPUT_BLOCKS) if step == AT_OUTPUT else int64(0)
-    note_step(book, entry, step, blocks, UNCHANGED, (now, now))
+    note_step(book, entry, step, blocks, UNCHANGED, now)
     out, at = table.records, put_piece(table.records, table.made[NUM_BYTES], table.texts, _OPENING)
     at = put_float(out, put_name(out, at, table.name, name_bytes), now)
     table.made[NUM_BYTES] = put_integer(out, put_piece(out, at, table.texts, _FIRST_STEP + step), blocks)

@@ -265,8 +265,7 @@ def select_requests(
     (count, head_size, answer_bytes), roster, choices = sizes, table.roster, table.choices
     is_booking = choices.ends.shape[0] > 0
     choices.made[:] = 0
-    if is_booking:
-        expire(table.book, now_s, ttl_s)
+    expire(table.book, now_s, ttl_s)
     block_size, is_bigram, _, _ = numbers
     question = (int64(TEXT), block_size, is_bigram, int64(0), int64(1), int64(0))
     others = (buffers.tokens[:0], buffers.hashes[:0], question, seeds, lookup, buffers, streams, layout, times)
@@ -284,8 +283,8 @@ def select_requests(
         if is_booking and not _has_room(table, hashes.shape[0]):
             continue
         prompt = (block_size, (tokens + block_size - 1) // block_size, tokens)
-        found, now = buffers.streams[:num_found], (times[0], times[1])
-        num_candidates = weigh(table.book, hashes, found, buffers.pages, roster, prompt, now)
+        found = buffers.streams[:num_found]
+        num_candidates = weigh(table.book, hashes, found, buffers.pages, roster, prompt, times[1])
         if num_candidates == 0:
             continue
         prefill, computed = roster.prefill_tokens[:num_candidates], roster.computed[:num_candidates]
