@@ -265,7 +265,7 @@ class LiveService(Service):
             detail = "at: this service shows the present only; `kvsight replay LOG --serve` shows the past"
             raise ProblemError(422, ProblemKind.INVALID_VALUE, detail, "at", at)
         if self.selection is not None:
-            self.selection.exchange.book.expire(self._consumer.now())
+            self.selection.exchange.expire(self._consumer.now())
         return PageState(
             key="",
             is_past=False,

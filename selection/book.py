@@ -130,6 +130,7 @@ class Book:
 
     def restore(self, record: ReservationRecord, now: float) -> bool:
         """Apply a record of the past, by its own time. See `apply`. `settle` must follow the last one."""
+        kernels.forget_predicted(self.pinned, now)  # of what was released, or the past would fill the book
         name, at = reservation_id(record).encode(), min(time_of(record), now)
         entry = kernels.find_reservation(self.pinned, name)
         if entry != kernels.NONE and self.columns.times[entry, kernels.TOUCHED_AT] + self.ttl_s <= at:

@@ -138,8 +138,12 @@ class ReservationExchange:
         """End what expires while no record comes, so that selections without a booking see it."""
         while True:
             await asyncio.sleep(_EXPIRE_EVERY_S)
-            if not self._obstacle:  # in the backlog, later records may prolong a reservation
-                self.book.expire(self._clock())
+            self.expire(self._clock())
+
+    def expire(self, now: float) -> None:
+        """End what has expired, unless the backlog is read: later records may prolong a reservation."""
+        if not self._obstacle:
+            self.book.expire(now)
 
     def _note_failure(self, error: Exception) -> None:
         if self._obstacle:

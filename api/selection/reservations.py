@@ -270,7 +270,7 @@ class Reservations:
 
     def _loads(self, namespace: Namespace) -> ModelLoads:
         now, (model, tenant, _) = self._served.now(), namespace.key
-        self.book.expire(now)
+        self._exchange.expire(now)
         roster = self._rosters.of(namespace, now)
         places = roster.columns.places
         columns = [np.where(places >= 0, each[places], 0) for each in self.book.columns.loads]

@@ -1,9 +1,9 @@
 """Kernels of booked pages: those of requests that workers have been given.
 
 A page of a place, which is a number of a worker's rank, has an entry in a hash table. Its key is the page's sequence
-hash, mixed with the place. The hash stands for all pages before it, and each entry knows the one before it: the pages
-of a place are a tree. A booking marks its last page. What is marked is then each page on the way to it, so what is
-booked of a prompt, or predicted, is always a prefix, and its length is found by binary search.
+hash, mixed with the place and a secret. The hash stands for all pages before it, and each entry knows the one before
+it: the pages of a place are a tree. A booking marks its last page. What is marked is then each page on the way to it,
+so what is booked of a prompt, or predicted, is always a prefix, and its length is found by binary search.
 """
 
 from typing import NamedTuple
@@ -13,11 +13,11 @@ import numpy as np
 from kv_events.kernels.arrays import zeros
 from kv_events.kernels.bundles import F64Vector, I32Vector, I64Matrix, I64Vector, U64Input
 from kv_events.kernels.declare import helper, inline_helper, kernel
+from kv_events.kernels.instructions import folded_product
 from kv_events.kernels.numbers import U64, int32, int64, uint64
-from kv_events.kernels.page_table import Table, make_table
+from kv_events.kernels.page_table import SECRET, Table, make_table
 from kv_events.kernels.page_table_ops import find, find_or_insert, remove
 
-_MIX = uint64(0x9E3779B97F4A7C15)
 NO_PAGE = -1
 
 
@@ -50,27 +50,28 @@ def make_pages(capacity: int) -> BookedPages:
 
 
 @inline_helper
-def _key(page: U64, place: int) -> U64:
-    return page ^ uint64(place + 1) * _MIX
+def _key(pages: BookedPages, page: U64, place: int) -> U64:
+    """Mix a secret with the place, so that callers cannot choose hashes that are one page of two places."""
+    return page ^ folded_product(uint64(place + 1), uint64(pages.table.meta[SECRET]))
 
 
 @helper
 def find_or_add(pages: BookedPages, hashes: U64Input, place: int) -> int:
     """Return the entry of the last page of a prompt, or NO_PAGE. Unknown pages are added. The caller marks the entry.
 
-    hashes: uint64[n]. A page for which there is no room ends the prompt, and so does a known one after an unknown one:
-    no engine gives one hash to two prompts.
+    hashes: uint64[n]. A page for which there is no room ends the prompt. No engine gives one hash to two prompts: a
+    known page after an unknown one ends the prompt, or counts with the pages of the prompt that made it known.
     """
     low, high = int64(0), int64(hashes.shape[0])
     while low < high:
         middle = (low + high) // 2
-        if find(pages.table, _key(hashes[middle], place)) >= 0:
+        if find(pages.table, _key(pages, hashes[middle], place)) >= 0:
             low = middle + 1
         else:
             high = middle
-    last = find(pages.table, _key(hashes[low - 1], place)) if low > 0 else int64(NO_PAGE)
+    last = find(pages.table, _key(pages, hashes[low - 1], place)) if low > 0 else int64(NO_PAGE)
     for i in range(low, hashes.shape[0]):
-        entry, is_new = find_or_insert(pages.table, _key(hashes[i], place))
+        entry, is_new = find_or_insert(pages.table, _key(pages, hashes[i], place))
         if entry < 0 or not is_new:
             break
         pages.before[entry], pages.booked[entry], pages.predicted[entry] = int32(last), int32(0), int32(0)
@@ -120,8 +121,8 @@ def count_own(pages: BookedPages, last: int) -> int:
 @helper
 def _entries(pages: BookedPages, hashes: U64Input, place: int, length: int) -> tuple[int, int]:
     """Return the entry of the last of some leading pages, and that of the page after them. -1: none."""
-    last = find(pages.table, _key(hashes[length - 1], place)) if length > 0 else int64(-1)
-    after = find(pages.table, _key(hashes[length], place)) if length < hashes.shape[0] else int64(-1)
+    last = find(pages.table, _key(pages, hashes[length - 1], place)) if length > 0 else int64(-1)
+    after = find(pages.table, _key(pages, hashes[length], place)) if length < hashes.shape[0] else int64(-1)
     return last, after
 
 
@@ -137,7 +138,7 @@ def _length(
         high = guess
     while low < high:
         middle = (low + high) // 2
-        entry = find(pages.table, _key(hashes[middle], place))
+        entry = find(pages.table, _key(pages, hashes[middle], place))
         if entry >= 0 and marks[entry] > 0:
             low = middle + 1
         else:
@@ -158,7 +159,7 @@ def booked_lengths(pages: BookedPages, hashes: U64Input, places: I32Vector, out:
         if place < 0 or hashes.shape[0] == 0:
             continue
         entries = _entries(pages, hashes, place, guess)
-        if entries[0] < 0 and find(pages.table, _key(hashes[0], place)) < 0:
+        if entries[0] < 0 and find(pages.table, _key(pages, hashes[0], place)) < 0:
             continue
         length = _length(pages, pages.booked, hashes, place, guess, entries)
         if length != guess:

@@ -177,6 +177,8 @@ def _end(book: BookColumns, entry: int) -> None:
 def _predict(book: BookColumns, place: int, last: int, until: float) -> None:
     """Let pages count as held. If there is no room, what would end first ends now."""
     if book.state[NUM_PREDICTED] == book.predicted.shape[0]:
+        if until <= book.predicted_until[0]:
+            return
         _forget_first(book)
     mark(book.pages, book.pages.predicted, last)
     at = book.state[NUM_PREDICTED]
@@ -246,13 +248,19 @@ def progress(book: BookColumns, name: BytesInput, step: int, blocks: int, fracti
 
 
 @kernel
+def forget_predicted(book: BookColumns, now: float) -> None:
+    """Let pages no longer count as held whose time has ended."""
+    while book.state[NUM_PREDICTED] > 0 and book.predicted_until[0] <= now:
+        _forget_first(book)
+
+
+@kernel
 def expire(book: BookColumns, now: float, ttl_s: float) -> None:
-    """End reservations that have expired, and let pages no longer count as held whose time has ended."""
+    """End reservations that have expired, and see `forget_predicted`."""
     while book.state[OLDEST] != NONE and book.times[book.state[OLDEST], TOUCHED_AT] + ttl_s <= now:
         _end(book, book.state[OLDEST])
         book.state[NUM_EXPIRED] += 1
-    while book.state[NUM_PREDICTED] > 0 and book.predicted_until[0] <= now:
-        _forget_first(book)
+    forget_predicted(book, now)
 
 
 @kernel

@@ -179,6 +179,10 @@ def test_a_book_that_is_rebuilt_from_the_log_is_that_of_a_replica_that_was_there
         assert rebuilt.booked(rank(worker))[:2] == there.booked(rank(worker))[:2]
 
 
+def released(name: str, at: float) -> Progressed:
+    return Progressed(VERSION, "x", name, at, RELEASED)
+
+
 prompts = st.lists(st.integers(1, 6), max_size=8)
 
 
@@ -210,6 +214,31 @@ def test_more_prompts_are_predicted_than_are_remembered() -> None:
     for number in range(10):
         booked_lengths(pin(book.columns.pages), np.array([1, number + 2], np.uint64), places, out)
         assert out.tolist() == [[0, 2 if number >= 6 else 1]]
+
+
+@pytest.mark.parametrize("is_replay", [False, True])
+def test_a_past_of_many_prompts_leaves_room_for_those_that_still_run(is_replay: bool) -> None:
+    """A start restores records at one time, a replay each at its own."""
+    book, now = Book(TTL_S, PREDICT_S, max_pages=20), 1000.0
+    for number in range(100):
+        at = now - 100 + number
+        for record in (reserved(f"r{number}", "w1", [number, 1000 + number], at), released(f"r{number}", at)):
+            assert book.restore(record, at if is_replay else now)
+    for number in range(5):
+        assert book.restore(reserved(f"live-{number}", "w1", [2000 + number], now), now)
+    book.settle(now)
+    assert set(book) == {f"live-{number}" for number in range(5)}
+
+
+def test_the_prediction_that_ends_first_is_forgotten_first() -> None:
+    book = Book(TTL_S, PREDICT_S, max_reservations=1)
+    out, places = np.zeros((1, 2), np.int64), np.zeros(1, np.int32)
+    for name, page, at in (("a", 1, 10.0), ("late", 2, 8.0)):
+        assert book.apply(reserved(name, "w1", [page], at), 10.0)
+        assert book.apply(released(name, 10.0), 10.0)
+    for page, is_predicted in ((1, 1), (2, 0)):
+        booked_lengths(pin(book.columns.pages), np.array([page], np.uint64), places, out)
+        assert out.tolist() == [[0, is_predicted]]
 
 
 def test_a_full_book_refuses_and_has_room_again() -> None:
