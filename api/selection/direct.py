@@ -129,7 +129,8 @@ class StepPlan(NamedTuple):
         answered = follow_requests(sockets, count, head_size, self.book.pinned, pinned, step, times)
         num_steps, num_prefills, num_bytes = table.made.tolist()
         if num_steps:
-            kinds = Counter({self.step: num_steps}) + Counter({RELEASED: num_prefills})
+            kinds = Counter({self.step: num_steps})
+            kinds[RELEASED] += num_prefills
             self.put(kinds, table.records[:num_bytes].tobytes())
         return answered
 

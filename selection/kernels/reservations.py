@@ -256,7 +256,7 @@ def forget_predicted(book: BookColumns, now: float) -> None:
 
 @kernel
 def expire(book: BookColumns, now: float, ttl_s: float) -> None:
-    """End reservations that have expired, and see `forget_predicted`."""
+    """End the reservations and the predictions that have expired."""
     while book.state[OLDEST] != NONE and book.times[book.state[OLDEST], TOUCHED_AT] + ttl_s <= now:
         _end(book, book.state[OLDEST])
         book.state[NUM_EXPIRED] += 1

@@ -22,14 +22,12 @@ tier.
 ROW, REQUESTS, LOST_TOKENS, NUMBER = range(4)
 """Columns of `BookedChoices.lost`: row of the roster; requests for which another candidate held more, and by how many
 tokens; the number of the last such choice."""
-
-
 NAME_HEAD_BYTES = 2
 """What `put_name` writes before a name: the last byte is its size."""
 
 
 class BookedChoices(NamedTuple):
-    """BookedChoices that a kernel has booked: room for m of them. m is 0 if choices are not booked."""
+    """Choices that a kernel has booked: room for m of them. m is 0 if choices are not booked."""
 
     made: I64Vector
     """[7] see NUM_RECORDS."""

@@ -255,11 +255,10 @@ def select_requests(
 ) -> int:
     """Choose a worker for each of some requests with the same template, and answer them.
 
-    The first parameters: see `answer_requests`. choice:
-    scale and turn of `least_work`, each request has the next turn; if `table` has room for choices, the number in the
-    name of the first one, now, until when the pages count as held, in seconds since 1970, and the time-to-live of
-    reservations. session: see `put_record`. Returns the number of requests that were answered completely. All have an
-    outcome.
+    The first parameters: see `answer_requests`. choice: scale and turn of `least_work`, each request has the next turn;
+    the number in the name of the first reservation; now, and until when its pages count as held, in seconds since 1970;
+    the time-to-live of reservations. session: see `put_record`. Choices are booked if `table` has room for them.
+    Returns the number of requests that were answered completely. All have an outcome.
     """
     scale, turn, first_name, now_s, until, ttl_s = choice
     (count, head_size, answer_bytes), roster, choices = sizes, table.roster, table.choices
