@@ -50,37 +50,63 @@ class DecisionWindow:
         self._finished: dict[int, list[int]] = {}
         self._waiting: OrderedDict[str, _Choice] = OrderedDict()
         self._waiting_bytes = 0
+        self._unread: deque[Choices] = deque()  # they wait, too
+        self._num_unread = self._unread_bytes = 0
         self._recent: deque[tuple[str, _Choice, int | None]] = deque(maxlen=_SHOWN)  # with what the engine reused
         self._early: OrderedDict[str, int] = OrderedDict()  # outcomes that came before their decision
         self._losing: dict[int, dict[tuple[str, str], list[int]]] = {}  # minute -> key -> requests and tokens
         self._examples: OrderedDict[tuple[str, str], _Example] = OrderedDict()  # newest last
 
     def take(self, record: DecisionRecord) -> None:
-        """Count a decision, or finish it with its outcome."""
+        """Count a decision, or finish it with its outcome. An id that waits for its outcome counts once."""
+        self._read()
         if isinstance(record, Outcome):
             self._finish(record.request_id, record.cached_tokens)
         elif record.request_id.removesuffix(AT_PREFILL) not in self._waiting:
             # not reported twice, nor counted with the worker that goes on with it
-            _add(self._all, record.timestamp, _sums(record))
-            lost = _best(record) - (record.predicted_tokens or 0)
-            if lost > 0 and record.predicted_tokens is not None:
-                self._lose("choice", record.worker, (1, lost), record, record.timestamp)
+            self._count(record)
             self._wait(record.request_id, record)
             self._trim()
 
     def take_all(self, choices: Choices) -> None:
-        """Count choices that were made at once."""
+        """Count choices that were made at once. As long as no outcome is reported, most are forgotten unread."""
         _add(self._all, choices.timestamp, choices.sums)
         for worker, requests, tokens, number in choices.lost:
             self._lose("choice", worker, (requests, tokens), choices.record(number), choices.timestamp)
-        for number in range(len(choices.ends)):
-            self._wait(choices.name(number), choices.record(number))
+        self._count_unread(choices, 1)
+        self._unread.append(choices)
+        if self._finished or self._early:
+            self._read()
+        while self._unread and (
+            self._num_unread - len(self._unread[0].ends) >= _MAX_UNANSWERED or self._unread_bytes > _MAX_WAITING_BYTES
+        ):
+            self._count_unread(self._unread.popleft(), -1)
+
+    def _count_unread(self, choices: Choices, sign: int) -> None:
+        self._num_unread += sign * len(choices.ends)
+        self._unread_bytes += sign * len(choices.records)
+
+    def _read(self) -> None:
+        """Let the choices wait one by one."""
+        while self._unread:
+            choices = self._unread.popleft()
+            self._count_unread(choices, -1)
+            for number in range(len(choices.ends)):
+                name, record = choices.name(number), choices.record(number)
+                if name in self._waiting:
+                    self._count(_decision(record), -1)  # the sums of those that were made at once contain it
+                else:
+                    self._wait(name, record)
         self._trim()
+
+    def _count(self, decision: Decision, sign: int = 1) -> None:
+        _add(self._all, decision.timestamp, [sign * each for each in _sums(decision)])
+        lost = _best(decision) - (decision.predicted_tokens or 0)
+        if lost > 0 and decision.predicted_tokens is not None:
+            self._lose("choice", decision.worker, (sign, sign * lost), decision, decision.timestamp)
 
     def _wait(self, name: str, choice: _Choice) -> None:
         self._recent.append((name, _shortened(choice), None))
-        if (replaced := self._waiting.pop(name, None)) is not None:
-            self._waiting_bytes -= _num_bytes(replaced)
         self._waiting[name] = choice
         self._waiting_bytes += _num_bytes(choice)
         if self._early and (early := self._early.pop(name, None)) is not None:
@@ -94,6 +120,7 @@ class DecisionWindow:
 
     def report(self, now: float, range_s: float = WINDOW_S) -> DecisionFunnel:
         """Return the funnel of the hour before `now`, in seconds since 1970. range_s: of the curve."""
+        self._read()
         everything, finished = (_curve(each, now, WINDOW_S, WINDOW_S)[0] for each in (self._all, self._finished))
         step_s = float(max(_BUCKET_S, round(range_s / _STEPS / _BUCKET_S) * _BUCKET_S))
         found = [(_decision(choice), cached_tokens) for _, choice, cached_tokens in self._recent]

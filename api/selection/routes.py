@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import msgspec
 import numpy as np
@@ -36,7 +37,7 @@ from selection.settings import SelectionSettings
 
 _NO_NUMBERS = np.zeros(0, np.uint32)
 _RESERVE = "/select_and_reserve"
-_ONLY_PYTHON = ("isl_tokens", "pinned_worker", "affinity_target")
+_only_python = attrgetter("isl_tokens", "pinned_worker", "affinity_target")
 """Fields that kernels do not know."""
 
 
@@ -102,7 +103,7 @@ class SelectionRoutes:
         return msgspec.json.encode(self._placed(request, found, namespace, is_reserving=is_reserving))
 
     def _plan(self, request: SelectRequest, *, is_reserving: bool) -> SelectionPlan | None:
-        is_plain = all(getattr(request, field) is None for field in _ONLY_PYTHON)
+        is_plain = _only_python(request) == (None, None, None)
         session = session_of(request)  # a longer one would have no room in a record
         is_plain = is_plain and (is_reserving or request.selection_id is None)  # `/reservations` may follow
         if not is_plain or request.sources or len(session.encode()) > MAX_REQUEST_ID_BYTES:

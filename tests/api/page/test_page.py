@@ -263,6 +263,18 @@ def test_more_decisions_wait_once_outcomes_are_reported() -> None:
     assert window.report(START).all.requests == 20_000
 
 
+@pytest.mark.parametrize("is_booked", [False, True])
+def test_an_id_counts_once_until_its_outcome_has_come(is_booked: bool) -> None:
+    window = Window()
+    window.decide([0, 1, 0, 0], is_booked=is_booked)
+    report = window.report(START)
+    assert (report.all.requests, report.all.prompt_tokens) == (2, 8)
+    assert [each.request_id for each in report.decisions] == ["r0", "r1"]
+    assert window.finished(0) == 1
+    window.decide([0], is_booked=is_booked)
+    assert window.report(START).all.requests == 3
+
+
 def test_outcomes_that_are_always_late_are_counted() -> None:
     window = Window()
     for number in range(5_000):

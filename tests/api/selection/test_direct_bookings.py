@@ -364,6 +364,17 @@ async def test_the_largest_records_have_room(monkeypatch: pytest.MonkeyPatch) ->
     assert 0.5 < max(shares) < 1
 
 
+@pytest.mark.parametrize("is_direct", [False, True])
+async def test_a_name_that_is_reserved_again_is_the_same_request(is_direct: bool) -> None:
+    mark = "" if is_direct else "?"
+    async with a_fleet({("1", 0): {}}) as fleet:
+        for name in "ababab":
+            body = body_of(token_ids=PROMPT, selection_id=name)
+            assert (await fleet.direct.ask(request(body, f"/select_and_reserve{mark}")))[0] == OK
+            assert (await fleet.direct.ask(step_of(name, RELEASED)))[0] == OK
+        assert (await fleet.get("/funnel"))["all"]["requests"] == 2
+
+
 async def test_choices_are_in_the_book_if_nobody_can_be_told() -> None:
     async with a_fleet({("1", 0): {}}) as fleet:
         lines = await fleet.lines(8)
