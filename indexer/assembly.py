@@ -131,7 +131,7 @@ def create_queue(settings: IndexerSettings, contents: Contents, recording: Recor
         from indexer.writing.kafka import TopicWriter
 
         topic = {DECISIONS: settings.decisions_topic, RESERVATIONS: settings.reservations_topic}[contents]
-        writer: TopicWriter | FolderWriter = TopicWriter(settings, topic, are_joined=contents.are_joined)
+        writer: TopicWriter | FolderWriter = TopicWriter(settings, topic)
         return WriteQueue(writer.write, writer.stop, contents=contents)
     if settings.event_log_dir is not None:
         writer = FolderWriter(settings.event_log_dir / contents.name)

@@ -116,18 +116,6 @@ def joined(count: int, records: bytes) -> bytes:
     return _JOINED_OPENING + count.to_bytes(_COUNT_BYTES) + records
 
 
-def num_records(payload: bytes) -> int:
-    """Return the number of records in one that this process encoded."""
-    is_joined = payload.startswith(_JOINED_OPENING)
-    return int.from_bytes(payload[len(_JOINED_OPENING) : _FIRST_AT]) if is_joined else 1
-
-
-def join(payloads: Sequence[bytes]) -> bytes:
-    """Return the payload of one record of the log with the records of others that this process encoded."""
-    records = [each[_FIRST_AT:] if each.startswith(_JOINED_OPENING) else each for each in payloads]
-    return joined(sum(map(num_records, payloads)), b"".join(records))
-
-
 def encoded_id(payload: bytes) -> str:
     """Return the id of a record that this process encoded."""
     _, _, _, subject, *_ = _any_decoder.decode(payload)

@@ -12,7 +12,7 @@ from kv_events.decisions import Outcome
 from kv_events.errors import RecordRejectedError
 from kv_events.log.moments import LogMoment
 from kv_events.records import Channel, LogRecord
-from kv_events.reservations import CHOICES, Progressed, Reserved, decode_record, join, singles
+from kv_events.reservations import CHOICES, Progressed, Reserved, decode_record, joined, singles
 from kv_events.streams import split_group
 
 _MAX_REQUESTS = 65_536
@@ -82,7 +82,7 @@ class Selection:
         taken = [each for each in payloads if self._takes_choice(record.channel, each)]
         if len(taken) == len(payloads):
             return record
-        return record._replace(payload=join(taken)) if taken else None
+        return record._replace(payload=joined(len(taken), b"".join(taken))) if taken else None
 
     def _takes_stream(self, key: bytes) -> bool:
         """key: that of a worker stream, `tenant/model/worker/rank`, each part percent-encoded."""

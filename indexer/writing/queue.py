@@ -4,10 +4,9 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeAlias
 
@@ -15,7 +14,7 @@ from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.errors import KvsightError
 from kv_events.log.event_log import SEGMENT_BYTES, EventLogWriter, LogRetention, WriterThread
 from kv_events.records import Channel, LogRecord
-from kv_events.reservations import RESERVATIONS_FOLDER, STEPS, joined
+from kv_events.reservations import MAX_JOINED, RESERVATIONS_FOLDER, STEPS, joined
 from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import Backoff, cancel, keep_running
 
@@ -24,8 +23,10 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED_BYTES = 32 * 2**20
 _MAX_RECORDS, _MAX_BYTES_AT_ONCE = 1000, 4 * 2**20
 """Bounds on a write, beyond which nothing is added to it: all of it must be written in some seconds."""
-_GROUP_BYTES = 192
-"""What records that come together take in memory beside themselves."""
+_WAITING_BYTES = 384
+"""What a record that waits takes in memory beside its key and its payload."""
+_JOINED_BYTES = 2**18
+"""Bound on the size of records that are joined, of which there are at most `MAX_JOINED`, unless one alone is larger."""
 _GATHER_S = 0.02
 """Time after the start of a write in which further records wait for the next one."""
 _MAX_BYTES = 2 * 2**30
@@ -50,6 +51,19 @@ class Contents(NamedTuple):
 
 DECISIONS = Contents(Channel.DECISIONS, DECISIONS_FOLDER, ("decision", "outcome"))
 RESERVATIONS = Contents(Channel.RESERVATIONS, RESERVATIONS_FOLDER, ("reserved", *STEPS), are_joined=True)
+
+
+class _Waiting(NamedTuple):
+    """Encoded records that follow each other: one, unless they are joined."""
+
+    key: str
+    payload: bytes
+    num_records: int
+    timestamp_ms: int
+
+    @property
+    def memory_bytes(self) -> int:
+        return _WAITING_BYTES + len(self.key) + len(self.payload)
 
 
 Write: TypeAlias = Callable[[Sequence[LogRecord]], Awaitable[None]]
@@ -91,7 +105,7 @@ class WriteQueue:
         self._write = write
         self._stop = stop
         self._max_bytes = max_queued_bytes
-        self._queue: deque[tuple[list[LogRecord], int, int]] = deque()  # that came together, number and memory
+        self._queue: deque[_Waiting] = deque()
         self.num_queued = 0
         """Records that wait."""
         self._queued_bytes = 0
@@ -110,35 +124,28 @@ class WriteQueue:
         """
         if not records:
             return None
-        kinds = Counter(kind for kind, _, _ in records)
-        return self._put(kinds, [(key, payload) for _, key, payload in records])
+        now_ms = int(time.time() * 1000)
+        return self._put(
+            Counter(kind for kind, _, _ in records), [_Waiting(key, payload, 1, now_ms) for _, key, payload in records]
+        )
 
     def put_joined(self, kinds: Mapping[str, int], key: str, records: bytes) -> str | None:
-        """Queue encoded records, which follow each other, as one. See `put`. kinds: kind -> number of its records.
+        """Queue encoded records, which follow each other, all or none. See `put`. kinds: kind -> number of its records.
 
         key: for a topic with one partition. If there are more, each record goes to its own.
         """
-        payload = joined(sum(kinds.values()), records) if self.has_log else b""
-        return self._put(kinds, [(key, payload)])
+        return self._put(kinds, [_Waiting(key, records, sum(kinds.values()), int(time.time() * 1000))])
 
-    def _put(self, kinds: Mapping[str, int], records: Sequence[tuple[str, bytes]]) -> str | None:
-        """kinds: see `put_joined`. records: key and payload."""
-        count = sum(kinds.values())
-        if self._write is None:
-            self.dropped[NO_LOG] += count
-            return NO_LOG
-        offset, now_ms, channel = self.accepted.total(), int(time.time() * 1000), self.contents.channel
-        queued = [
-            LogRecord(0, offset + number, now_ms, key.encode(), payload, channel)
-            for number, (key, payload) in enumerate(records)
-        ]
-        num_bytes = _GROUP_BYTES + sum(record.memory_bytes for record in queued)
-        if self._queued_bytes + num_bytes > self._max_bytes:
-            self.dropped[QUEUE_FULL] += count
-            return QUEUE_FULL
+    def _put(self, kinds: Mapping[str, int], waiting: Sequence[_Waiting]) -> str | None:
+        """kinds: see `put_joined`."""
+        count, num_bytes = sum(each.num_records for each in waiting), sum(each.memory_bytes for each in waiting)
+        if self._write is None or self._queued_bytes + num_bytes > self._max_bytes:
+            reason = NO_LOG if self._write is None else QUEUE_FULL
+            self.dropped[reason] += count
+            return reason
         for kind, number in kinds.items():
             self.accepted[kind] += number
-        self._queue.append((queued, count, num_bytes))
+        self._queue += waiting
         self.num_queued += count
         self._queued_bytes += num_bytes
         self._arrival.set()
@@ -172,28 +179,46 @@ class WriteQueue:
             if self.num_queued < _MAX_RECORDS:
                 await asyncio.sleep(due - time.monotonic())
             due = time.monotonic() + _GATHER_S
-            batch, num_records, num_bytes, num_taken = list[LogRecord](), 0, 0, 0
-            for records, count, size in islice(self._queue, _MAX_RECORDS):
-                batch += records
-                num_records, num_bytes, num_taken = num_records + count, num_bytes + size, num_taken + 1
+            batch, num_records, num_bytes = list[_Waiting](), 0, 0
+            for waiting in self._queue:
+                batch.append(waiting)
+                num_records, num_bytes = num_records + waiting.num_records, num_bytes + waiting.memory_bytes
                 if num_records >= _MAX_RECORDS or num_bytes >= _MAX_BYTES_AT_ONCE:
                     break
             if not batch:
                 self._arrival.clear()
                 continue
             try:
-                await self._write(batch)
+                await self._write(self._records(batch))
             except WriteUnavailableError as error:
                 self.outage.note_failure(error)
                 await self._backoff.pause()
                 continue
             self.outage.note_success()
             self._backoff.reset()
-            for _ in range(num_taken):
+            for _ in batch:
                 self._queue.popleft()
             self._queued_bytes -= num_bytes
             self.num_queued -= num_records
             self.written += num_records
+
+    def _records(self, batch: Iterable[_Waiting]) -> list[LogRecord]:
+        """Return the records of the log, into which those that may be joined are. Offsets count single records."""
+        most, room = (MAX_JOINED, _JOINED_BYTES) if self.contents.are_joined else (1, 0)
+        records, part, offset, count, num_bytes = list[LogRecord](), list[_Waiting](), self.written, 0, 0
+        for waiting in batch:
+            if part and (count + waiting.num_records > most or num_bytes + len(waiting.payload) > room):
+                records.append(self._record(part, offset))
+                part, offset, count, num_bytes = [], offset + count, 0, 0
+            part.append(waiting)
+            count, num_bytes = count + waiting.num_records, num_bytes + len(waiting.payload)
+        return [*records, self._record(part, offset)]
+
+    def _record(self, part: Sequence[_Waiting], offset: int) -> LogRecord:
+        key, payload, count, timestamp_ms = part[0]
+        if len(part) > 1 or count > 1:
+            payload = joined(sum(each.num_records for each in part), b"".join(each.payload for each in part))
+        return LogRecord(0, offset, timestamp_ms, key.encode(), payload, self.contents.channel)
 
 
 class FolderWriter:

@@ -19,7 +19,7 @@ from kv_events.log.memory import MemoryLog
 from kv_events.log.moments import LogMoment
 from kv_events.log.reader import scan_log
 from kv_events.records import Channel, LogRecord
-from kv_events.reservations import RELEASED, Progressed, ReservationRecord, encode_reservation, join
+from kv_events.reservations import RELEASED, Progressed, ReservationRecord, encode_reservation, joined
 from tests.support.log.late_log import write_log
 from tests.support.log.plain_log import flip, segments
 from tests.support.log.records import Stream, records_of, stored
@@ -262,7 +262,8 @@ def test_decisions_for_a_worker_are_selected_with_their_outcomes() -> None:
 
 def test_of_joined_reservations_those_of_the_worker_are_selected_with_their_steps() -> None:
     def record(offset: int, *parts: ReservationRecord) -> LogRecord:
-        return LogRecord(0, offset, 1, b"r0", join(list(map(encode_reservation, parts))), Channel.RESERVATIONS)
+        payload = joined(len(parts), b"".join(map(encode_reservation, parts)))
+        return LogRecord(0, offset, 1, b"r0", payload, Channel.RESERVATIONS)
 
     first, other = reserved("r0", "a", [1], 1.0), reserved("r1", "b", [1], 1.0)
     ended = [Progressed(VERSION, "x", name, 2.0, RELEASED) for name in ("r1", "r0")]

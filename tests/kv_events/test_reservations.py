@@ -14,7 +14,7 @@ from kv_events.reservations import (
     Progressed,
     decode_reservation,
     encode_reservation,
-    join,
+    joined,
     singles,
 )
 from tests.support.replica_process import reserved
@@ -32,19 +32,19 @@ RECORDS = st.one_of(
 @given(st.lists(RECORDS, min_size=1, max_size=40))
 def test_joined_records_are_an_array_of_them_and_come_back_one_by_one(records: list[Progressed]) -> None:
     payloads = list(map(encode_reservation, records))
-    joined = join(payloads)
-    assert joined.startswith(b"\x93\xa7Several")
-    assert msgspec.msgpack.decode(joined) == ["Several", VERSION, list(map(msgspec.msgpack.decode, payloads))]
-    assert singles(joined) == payloads
-    assert list(map(decode_reservation, singles(joined))) == records
+    several = joined(len(payloads), b"".join(payloads))
+    assert several.startswith(b"\x93\xa7Several")
+    assert msgspec.msgpack.decode(several) == ["Several", VERSION, list(map(msgspec.msgpack.decode, payloads))]
+    assert singles(several) == payloads
+    assert list(map(decode_reservation, singles(several))) == records
     assert [singles(each) for each in payloads] == [[each] for each in payloads]
 
 
 @pytest.mark.parametrize(
     "payload",
     [
-        join([b"\xc0"] * (MAX_JOINED + 1)),
-        join([b"\xc0"])[:-1],
+        joined(MAX_JOINED + 1, b"\xc0" * (MAX_JOINED + 1)),
+        joined(1, b""),
         msgspec.msgpack.encode(["Several", VERSION + 256, []]),
         msgspec.msgpack.encode(["Several", VERSION, 7]),
         msgspec.msgpack.encode(["Several", VERSION, [None]]),
@@ -60,7 +60,7 @@ def test_what_is_broken_in_a_record_is_rejected_when_it_is_decoded(payload: byte
 
 def test_one_broken_record_leaves_the_others() -> None:
     first = encode_reservation(Progressed(VERSION, "x", "r0", 1.0, RELEASED))
-    assert singles(join([first, b"\xc0", first])) == [first, b"\xc0", first]
+    assert singles(joined(3, first + b"\xc0" + first)) == [first, b"\xc0", first]
 
 
 def test_trailing_fields_are_ignored() -> None:
