@@ -96,7 +96,6 @@ class KernelConnections:
         self._templates = TemplateTable()
         self._answered_at: dict[int, float] = {}  # by file descriptor
         self._ready = list[int]()  # the connections of this pass
-        self._borders = list[list[int]]()  # see `SocketBuffers.borders`
         self._at_once = MOST_AT_ONCE
         self._epoll: select.epoll | None = None
         self._use(_empty_buffers())
@@ -155,7 +154,7 @@ class KernelConnections:
         count, sockets = len(ready), self._sockets
         sockets.connections[:count] = ready
         kernels.read_requests(self._pinned, self._templates.pinned, count)
-        self._ready, self._borders = ready, sockets.borders[:count].tolist()
+        self._ready = ready
         for number, template in enumerate(sockets.templates[:count].tolist()):
             alike.setdefault(template, []).append(number)
         self._answered_at.update(dict.fromkeys(ready, asyncio.get_running_loop().time()))
@@ -196,7 +195,7 @@ class KernelConnections:
         return pending
 
     def _request(self, number: int) -> _Pending:
-        begin, end, *_ = self._borders[number]
+        begin, end, *_ = self._sockets.borders[number].tolist()
         return _Pending(self._ready[number], data=self._sockets.data[begin:end].tobytes())
 
     def _rest(self, number: int) -> _Pending:
