@@ -16,7 +16,14 @@ import numpy as np
 from msgspec import UNSET, Raw, inspect
 
 from api.problems import ProblemError, ProblemKind
-from api.queries.kernels.parts import json_parts, msgpack_after, msgpack_array, msgpack_parts
+from api.queries.kernels.parts import (
+    json_objects,
+    json_parts,
+    msgpack_after,
+    msgpack_array,
+    msgpack_objects,
+    msgpack_parts,
+)
 from kv_events.errors import InvalidValueError
 from kv_events.http.queries import MAX_QUERIES_PER_BATCH, BatchQuery, DialectFields, IntList, PeerQuery, RfcQuery
 
@@ -69,6 +76,8 @@ class BodyFormat(NamedTuple):
     rfc: Decoder[RfcQuery[Any]]
     find_parts: Callable[..., int]
     """See `json_parts`."""
+    count_objects: Callable[..., int]
+    """See `json_objects`."""
     join: Callable[[Members], bytes]
     """Return an object with these members."""
     slices: Callable[[str, memoryview], Iterator[bytes]]
@@ -239,6 +248,7 @@ JSON = BodyFormat(
     msgspec.json.Decoder(PeerQuery[IntList]),
     msgspec.json.Decoder(RfcQuery[IntList]),
     json_parts,
+    json_objects,
     _joined_json,
     _json_slices,
 )
@@ -248,6 +258,7 @@ MSGPACK = BodyFormat(
     msgspec.msgpack.Decoder(PeerQuery[IntList | bytes]),
     msgspec.msgpack.Decoder(RfcQuery[IntList | bytes]),
     msgpack_parts,
+    msgpack_objects,
     _joined_msgpack,
     _msgpack_slices,
 )

@@ -2,7 +2,7 @@
 
 from kv_events.kernels.bundles import I64Matrix, U8Input
 from kv_events.kernels.declare import helper, inline_helper, kernel
-from kv_events.kernels.msgpack import ARRAY, MAP, read_head, skip
+from kv_events.kernels.msgpack import ARRAY, BAD, BIN, EXT, MAP, STR, read_head, skip
 from kv_events.kernels.numbers import int64, uint64
 
 _QUOTE, _BACKSLASH, _COMMA, _COLON = ord('"'), ord("\\"), ord(","), ord(":")
@@ -88,6 +88,31 @@ def json_parts(text: U8Input, is_object: int, spans: I64Matrix) -> int:
             return _BROKEN
         at = _after_white(text, at + 1)
     return found + 1
+
+
+@kernel
+def json_objects(text: U8Input) -> int:
+    """Return the number of lists, objects and strings, keys included. text: uint8[n], not checked."""
+    at, found = 0, 0
+    while 0 <= at < len(text):
+        char = text[at]
+        if char == _QUOTE or char in _OPENING:
+            found += 1
+        at = _after_string(text, at) if char == _QUOTE else at + 1
+    return found
+
+
+@kernel
+def msgpack_objects(data: U8Input) -> int:
+    """Return the number of arrays, maps and texts, up to what is broken. See `json_objects`. data: uint8[n]."""
+    at, found, kind = 0, 0, ARRAY
+    while at < len(data) and kind != BAD:
+        kind, value, at = read_head(data, at, len(data))
+        if kind in (STR, BIN, EXT):
+            at += int64(value)
+        if kind in (STR, BIN, EXT, ARRAY, MAP):
+            found += 1
+    return found
 
 
 @kernel

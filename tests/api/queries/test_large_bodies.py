@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from httpx import AsyncClient
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from api.problems import ProblemError
 from api.queries.body_formats import JSON, LARGE_BYTES, MAX_FIELDS, MAX_OTHER_BYTES, MSGPACK, elements, number_slices
+from api.queries.text import MAX_TEXT_OBJECTS
 from tests.support.effort import num_examples
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
@@ -164,6 +166,33 @@ async def test_only_lists_of_queries_may_be_large(client: AsyncClient, fed: Hand
     assert f"at most {MAX_OTHER_BYTES} bytes" in at_most["detail"]
     kept = {**query, "x": "y" * (MAX_OTHER_BYTES - 1000)}
     assert (await client.post("/query", content=form.encode(kept), headers=headers)).status_code == 200
+
+
+def objects(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(objects, value.values()))
+    return 1 + sum(map(objects, value)) if isinstance(value, list) else int(isinstance(value, str))
+
+
+@settings(max_examples=num_examples(30))
+@given(JUNK, st.sampled_from([None, 1]))
+def test_objects_are_counted(value: Any, indent: int | None) -> None:
+    text = json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    for form, data in ((JSON, text), (MSGPACK, msgspec.msgpack.encode(value))):
+        assert form.count_objects(np.frombuffer(data, np.uint8)) == objects(value)
+
+
+@pytest.mark.parametrize("path", ["/query", "/select", "/potential_loads"])
+@pytest.mark.parametrize("part", [[], {}, "a", {"content": [{}]}])
+async def test_a_body_with_text_has_few_objects(client: AsyncClient, fed: HandFed, path: str, part: Any) -> None:
+    """To make an object for each part of 8 MiB would stop all other callers for a second."""
+    await fed.hold(Stream("1"), TOKENS[:BLOCK])
+    for form, kind in ((JSON, "json"), (MSGPACK, "msgpack")):
+        headers = {"content-type": f"application/{kind}"}
+        for number, field in ((MAX_TEXT_OBJECTS + 1, "body"), (MAX_TEXT_OBJECTS // 8, "messages[0]")):
+            parts = [part] * number
+            asked = {"model_name": "m", "messages": [parts], "x": "y" * LARGE_BYTES}
+            check_problem(await client.post(path, content=form.encode(asked), headers=headers), 422, field=field)
 
 
 @settings(max_examples=num_examples(30))
