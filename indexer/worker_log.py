@@ -8,6 +8,7 @@ from typing import NamedTuple
 from indexer.freshness import Freshness
 from indexer.slices import Interval
 from indexer.views import View, ViewState
+from kv_events.runtime.words import count
 from kv_events.schema import ENGINE_UNHEARD
 from kv_events.streams import StreamId
 
@@ -99,7 +100,7 @@ class WorkerLog:
         if has_caught_up:
             self._is_reading_past = False
             states = Counter(known.state.value for known in self._known.values())
-            logger.info("%d worker streams are known%s", len(views), _numbers(states))
+            logger.info("%s known%s", count(len(views), "worker stream"), _numbers(states))
 
     def _add(self, change: WorkerChange) -> None:
         if change.verb:
@@ -141,5 +142,5 @@ def _verb(before: _Known | None, now: _Known, *, is_closed: bool) -> str:
 
 def _numbers(counts: Counter[str]) -> str:
     """Return ": 3 live, 1 stale", or "" if there are none."""
-    parts = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    parts = ", ".join(f"{number} {name}" for name, number in sorted(counts.items()))
     return parts and f": {parts}"

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from kv_events.runtime.supervised import Backoff, cancel, keep_running
 from kv_events.runtime.tracing import open_spans
+from kv_events.runtime.words import count
 from publisher.change_tracker import ChangeTracker
 from publisher.record_builder import RecordBuilder
 from publisher.settings import PublisherSettings
@@ -195,7 +196,8 @@ class Drain:
                 await self._until_available(lambda: self._sink.send(sent))
         except SinkRejectedError as error:
             self.num_rejected += len(records)
-            logger.error("publisher %s: %d records refused for good: %s", self._worker, len(records), error)  # noqa: TRY400
+            refused = count(len(records), "record")
+            logger.error("publisher %s: %s refused for good: %s", self._worker, refused, error)  # noqa: TRY400
             self._builder.request_resync("rejected")
             await asyncio.sleep(_FIRST_RETRY_S)
         else:

@@ -60,7 +60,7 @@ class TenantRates:
 
         def use(text: str) -> None:
             limits.use(text)
-            logger.info("the limits of %d tenants by name are known now", len(limits.named))
+            logger.info("tenants whose limits are known now by name: %d", len(limits.named))
 
         async with following("tenant limits", limits.text, limits.read, use, logger):
             yield

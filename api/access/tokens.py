@@ -103,7 +103,7 @@ class TokenRegistry:
         def use(text: str) -> None:
             self._known = [*self._own, *_callers(text, file)]
             if text:
-                logger.info("%d tokens are known now", len(self._known))
+                logger.info("tokens known now: %d", len(self._known))
             else:
                 logger.warning("%s was deleted: its tokens are no longer valid", file)
             on_change()

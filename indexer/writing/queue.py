@@ -17,6 +17,7 @@ from kv_events.records import Channel, LogRecord
 from kv_events.reservations import MAX_JOINED, RESERVATIONS_FOLDER, STEPS, joined
 from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import Backoff, cancel, keep_running
+from kv_events.runtime.words import count
 
 logger = logging.getLogger(__name__)
 
@@ -138,15 +139,15 @@ class WriteQueue:
 
     def _put(self, kinds: Mapping[str, int], waiting: Sequence[_Waiting]) -> str | None:
         """kinds: see `put_joined`."""
-        count, num_bytes = sum(each.num_records for each in waiting), sum(each.memory_bytes for each in waiting)
+        num_records, num_bytes = sum(each.num_records for each in waiting), sum(each.memory_bytes for each in waiting)
         if self._write is None or self._queued_bytes + num_bytes > self._max_bytes:
             reason = NO_LOG if self._write is None else QUEUE_FULL
-            self.dropped[reason] += count
+            self.dropped[reason] += num_records
             return reason
         for kind, number in kinds.items():
             self.accepted[kind] += number
         self._queue += waiting
-        self.num_queued += count
+        self.num_queued += num_records
         self._queued_bytes += num_bytes
         self._arrival.set()
         return None
@@ -168,7 +169,8 @@ class WriteQueue:
                         await asyncio.sleep(0.01)
             await cancel(task)
             if self._queue:
-                logger.warning("%d %s were not written before the end", self.num_queued, self.contents.name)
+                missing = count(self.num_queued, self.contents.name.removesuffix("s"))
+                logger.warning("not written before the end: %s", missing)
             await self._stop()
 
     async def _drain(self) -> None:
@@ -205,18 +207,19 @@ class WriteQueue:
     def _records(self, batch: Iterable[_Waiting]) -> list[LogRecord]:
         """Return the records of the log, into which those that may be joined are. Offsets count single records."""
         most, room = (MAX_JOINED, _JOINED_BYTES) if self.contents.are_joined else (1, 0)
-        records, part, offset, count, num_bytes = list[LogRecord](), list[_Waiting](), self.written, 0, 0
+        records, part, offset = list[LogRecord](), list[_Waiting](), self.written
+        num_records = num_bytes = 0
         for waiting in batch:
-            if part and (count + waiting.num_records > most or num_bytes + len(waiting.payload) > room):
+            if part and (num_records + waiting.num_records > most or num_bytes + len(waiting.payload) > room):
                 records.append(self._record(part, offset))
-                part, offset, count, num_bytes = [], offset + count, 0, 0
+                part, offset, num_records, num_bytes = [], offset + num_records, 0, 0
             part.append(waiting)
-            count, num_bytes = count + waiting.num_records, num_bytes + len(waiting.payload)
+            num_records, num_bytes = num_records + waiting.num_records, num_bytes + len(waiting.payload)
         return [*records, self._record(part, offset)]
 
     def _record(self, part: Sequence[_Waiting], offset: int) -> LogRecord:
-        key, payload, count, timestamp_ms = part[0]
-        if len(part) > 1 or count > 1:
+        key, payload, num_records, timestamp_ms = part[0]
+        if len(part) > 1 or num_records > 1:
             payload = joined(sum(each.num_records for each in part), b"".join(each.payload for each in part))
         return LogRecord(0, offset, timestamp_ms, key.encode(), payload, self.contents.channel)
 

@@ -127,7 +127,7 @@ class Watched(Views):
 @pytest.fixture
 def watched(caplog: pytest.LogCaptureFixture) -> Watched:
     watched = Watched(caplog)
-    assert watched.lines() == ["0 worker streams are known"]
+    assert watched.lines() == ["0 worker streams known"]
     return watched
 
 

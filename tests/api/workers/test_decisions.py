@@ -217,6 +217,19 @@ async def test_a_write_is_small_enough_to_be_done_in_seconds_however_much_waits(
     assert max(sizes) < 2**22 + 200_000
 
 
+@pytest.mark.parametrize(("number", "said"), [(1, "1 decision"), (2, "2 decisions")])
+async def test_the_last_line_says_what_was_not_written(
+    number: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = Kept()
+    sink.is_away = True
+    log = WriteQueue(sink.write)
+    async with log.running():
+        for _ in range(number):
+            log.put(("decision", "r", b"x"))
+    assert caplog.messages[-1] == f"not written before the end: {said}"
+
+
 async def test_a_service_without_a_log_drops_and_counts_decisions() -> None:
     async with rig(has_sink=False) as service:
         answer = (await service.post(DECIDED)).json()
