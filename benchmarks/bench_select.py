@@ -3,16 +3,17 @@
 Simulated engines hold the prompts, each service reads them itself, and wrk asks over 16 connections. Each request has
 its own last page, traceparent and x-request-id. Rows with `reserve` book each choice under a name that the caller
 gives, as the routers of Ray and Dynamo do. No reservation is released: Dynamo's book grows, and kvsight's reservations,
-of which there can be 131,072, expire after a second. In rows with `life`, each request is followed by one that its
-prefill is complete, and by its release. kvsight runs twice, alone and with Kafka: a bridge reads its engines then, and
-each reservation becomes a record. The services run at the same time, and take turns. Before the first row, kvsight
-books for ten seconds: a broker compiles its code while it runs, and takes three times as long for a record until then.
+of which there can be 131,072, expire after a second. In rows with `life`, which come first, each request is followed by
+one that its prefill is complete, and by its release. kvsight runs twice, alone and with Kafka: a bridge reads its
+engines then, and each reservation becomes a record. The services run at the same time, and take turns. Before the first
+row, kvsight books for ten seconds: a broker compiles its code while it runs, and takes three times as long for a record
+until then.
 """
 
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from http.client import HTTPConnection
 
@@ -20,14 +21,24 @@ import msgspec
 
 from benchmarks.peers.clients import NAME_GAP
 from benchmarks.peers.engines import BLOCK_SIZE, PAGES, holding, prompts, register
-from benchmarks.peers.queries import CONNECTIONS, compared_rates, half_load_us, measured, own_bodies, rounds
-from benchmarks.peers.services import KVSIGHT, Service, dynamo, posted, running
+from benchmarks.peers.queries import (
+    CONNECTIONS,
+    ROUNDS,
+    SECONDS,
+    compared_rates,
+    half_load_us,
+    measured,
+    own_bodies,
+    rounds,
+)
+from benchmarks.peers.services import KVSIGHT, Service, cpu_seconds, dynamo, posted, running
 from benchmarks.report import Figure, figure, main, percentile
 from benchmarks.services import broker
 
 WORKERS, ASKED_PAGES, HALF_LOAD_PAGES = (8, 64), (8, 64, 512), 64
 _WARM_UPS = 10
 _PEER_THREADS = 2
+_RESERVE = "/select_and_reserve"
 _LIFE = f"POST /reservations/{NAME_GAP}/prefill_complete DELETE /reservations/{NAME_GAP}"
 _KVSIGHT = KVSIGHT._replace(command=[*KVSIGHT.command, "--reservation-ttl-s", "1"])
 
@@ -92,34 +103,52 @@ def _run() -> Iterator[Figure]:
             stack.enter_context(holding(services, num_workers, add, _is_filled))
             named = own_bodies(prompts()[0][: HALF_LOAD_PAGES * BLOCK_SIZE], selection_id=NAME_GAP)
             for _ in range(_WARM_UPS):
-                measured(services[1], named, "application/json", CONNECTIONS, "/select_and_reserve")
+                measured(services[1], named, "application/json", CONNECTIONS, _RESERVE)
             yield from _figures(services, num_workers)
 
 
 def _figures(services: list[HTTPConnection], num_workers: int) -> Iterator[Figure]:
-    for pages in ASKED_PAGES:
-        asked = prompts()[0][: pages * BLOCK_SIZE]
-        named = own_bodies(asked, selection_id=NAME_GAP)
-        kinds = (
-            ("/select", own_bodies(asked), ""),
-            ("/select_and_reserve", named, ""),
-            ("/select_and_reserve", named, _LIFE),
-        )
-        for path, bodies, steps in kinds:
-            runs = [(each, bodies, "application/json") for each in services]
-            ours, durable, theirs = ([each.rate for each in side] for side in rounds(runs, CONNECTIONS, path, steps))
-            row = f"{num_workers} workers, {pages} pages, {path[1:]}{', life' if steps else ''}"
-            yield from compared_rates(row, ours, theirs, "≥ 2")
-            yield from list(compared_rates(f"{row}, with Kafka", durable, theirs, "≥ 2"))[:2]
-            if pages == HALF_LOAD_PAGES and not steps:
-                names, rates_of = ("kvsight", "kvsight with Kafka", "Dynamo"), (ours, durable, theirs)
-                for name, service, rates in zip(names, services, rates_of, strict=True):
+    asked = {pages: prompts()[0][: pages * BLOCK_SIZE] for pages in ASKED_PAGES}
+    named = {pages: own_bodies(tokens, selection_id=NAME_GAP) for pages, tokens in asked.items()}
+    for pages, bodies in named.items():  # first, because they leave nothing in the books
+        yield from _compared(services, f"{num_workers} workers, {pages} pages, life", bodies, _RESERVE, _LIFE)
+    for name, service in zip(("kvsight", "kvsight with Kafka"), services, strict=False):
+        row = f"{num_workers} workers, {ASKED_PAGES[0]} pages, {_RESERVE[1:]}, CPU time: {name}"
+        yield figure(row, "us", _cpu_us(service, named[ASKED_PAGES[0]]))
+    for pages, tokens in asked.items():
+        for path, bodies in (("/select", own_bodies(tokens)), (_RESERVE, named[pages])):
+            row = f"{num_workers} workers, {pages} pages, {path[1:]}"
+            all_rates = yield from _compared(services, row, bodies, path)
+            if pages == HALF_LOAD_PAGES:
+                names = "kvsight", "kvsight with Kafka", "Dynamo"
+                for name, service, rates in zip(names, services, all_rates, strict=True):
                     took = half_load_us(service, bodies, rates, path)
                     for percent in (50, 99):
                         values = [percentile(each, percent) for each in took]
                         yield figure(
                             f"{row}, half load, p{percent}: {name}", "us", values, "≤ 2000" if percent == 99 else ""
                         )
+
+
+def _compared(
+    services: list[HTTPConnection], row: str, bodies: list[bytes], path: str, steps: str = ""
+) -> Generator[Figure, None, Sequence[list[float]]]:
+    """Yield the figures of one kind of request. Returns the requests a second of each service."""
+    runs = [(each, bodies, "application/json") for each in services]
+    ours, durable, theirs = ([each.rate for each in side] for side in rounds(runs, CONNECTIONS, path, steps))
+    yield from compared_rates(row, ours, theirs, "≥ 2")
+    yield from list(compared_rates(f"{row}, with Kafka", durable, theirs, "≥ 2"))[:2]
+    return ours, durable, theirs
+
+
+def _cpu_us(service: HTTPConnection, bodies: list[bytes]) -> list[float]:
+    """Return the CPU time of a service for each reservation, in several runs."""
+    found = []
+    for _ in range(ROUNDS):
+        before = cpu_seconds(service)
+        num_requests = SECONDS * measured(service, bodies, "application/json", CONNECTIONS, _RESERVE).rate
+        found.append((cpu_seconds(service) - before) / num_requests * 1e6)
+    return found
 
 
 if __name__ == "__main__":
