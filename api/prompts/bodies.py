@@ -67,8 +67,9 @@ def engine_body(body: Mapping[str, Any]) -> EngineBody:
     if field == "messages":
         if not isinstance(prompt, list):
             raise ProblemError.of_value(InvalidValueError(field, prompt, "a list of messages"))
-        if wrong := [number for number, each in enumerate(prompt) if not isinstance(each, dict)]:
-            raise ProblemError.of_value(InvalidValueError(f"{field}[{wrong[0]}]", prompt[wrong[0]], "a message"))
+        for number, each in enumerate(prompt):
+            if not isinstance(each, dict):
+                raise ProblemError.of_value(InvalidValueError(f"{field}[{number}]", each, "a message"))
         kinds = {str(part.get("type")) for each in prompt for part in _objects(each.get("content"))}
         is_plain = kinds <= {"text"}  # /tokenize does not say where the tokens of media are
         tools = _objects(body.get("tools"))
