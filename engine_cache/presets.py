@@ -7,7 +7,7 @@ import numpy as np
 
 from engine_cache.base import InitLoadBackParams, Request
 from engine_cache.cache import TreeCache
-from engine_cache.components.component import AuxiliaryComponent, FullComponent, TreeComponent
+from engine_cache.components.component import AuxiliaryComponent
 from engine_cache.components.mamba import NodeStates, StatePool
 from engine_cache.pools.allocators import (
     MambaSlotAllocator,
@@ -177,7 +177,6 @@ class UnifiedRadixCache(TreeCache):
         if isinstance(allocator, SWATokenToKVPoolAllocator) != (ComponentType.SWA in kinds):
             expected = "one with SWA rows exactly for an SWA component"
             raise InvalidValueError("allocator", type(allocator).__name__, expected)
-        self.components: tuple[TreeComponent, ...] = (FullComponent(), *components)
         super().__init__(page_size=page_size, allocator=allocator, components=components, variant=UNIFIED, **options)
 
     def init_hicache(
