@@ -19,16 +19,18 @@ from bridge.stream.replay import ReplayClient
 from bridge.stream.subscriber import ConnectionState, Subscriber
 from bridge.worker_stream import StreamStatus
 from kv_events.engine_wire import parse_topic
-from kv_events.errors import shorten
+from kv_events.errors import KvsightError, shorten
 from kv_events.runtime.outages import RateLimitedLogger
-from kv_events.runtime.supervised import Backoff, cancel
+from kv_events.runtime.supervised import cancel, keep_running
 from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)
 
-_FIRST_RETRY_S = 0.1
-_LAST_RETRY_S = 10.0
 _LEAVING_DEADLINE_S = 0.2
+
+
+class AddressError(KvsightError):
+    """An address cannot be used now."""
 
 
 class EngineStatus(NamedTuple):
@@ -51,7 +53,7 @@ class EngineStatus(NamedTuple):
 class EngineConnection:
     """Owns the task that reads one rank, and its engine streams.
 
-    A task that fails is restarted with a growing delay.
+    A task that fails starts again, see `keep_running`.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class EngineConnection:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name=f"bridge:{self.engine.worker or self.engine.endpoint}")
+        name = f"bridge:{self.engine.worker or self.engine.endpoint}"
+        self._task = asyncio.create_task(keep_running(self._read, name, logger, self._note_failure), name=name)
 
     async def stop(self, deadline_s: float, *, clear: bool) -> None:
         """Stop reading and publish what is queued. clear: also publish that the engine holds no pages."""
@@ -109,25 +112,19 @@ class EngineConnection:
             self.counters.copy(),
         )
 
-    async def _run(self) -> None:
-        backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
-        while True:
-            began = time.monotonic()
-            try:
-                self._failure = None
-                await self._subscriber.run()
-            except zmq.ZMQError as error:
-                self._failure = f"{self.engine.endpoint}: {error}"
-                logger.warning("bridge: %s; trying again", self._failure)
-            except Exception as error:
-                self._failure = repr(error)
-                logger.exception("bridge: reading %s failed; trying again", self.engine.endpoint)
-            for engine_stream in self._engine_streams.values():
-                engine_stream.set_receiving(False)
-            if time.monotonic() - began > _LAST_RETRY_S:
-                backoff.reset()
-            await backoff.pause()
-            self._subscriber = self._new_subscriber()
+    async def _read(self) -> None:
+        """Read until cancelled."""
+        self._failure = None
+        self._subscriber = self._new_subscriber()
+        try:
+            await self._subscriber.run()
+        except zmq.ZMQError as error:
+            raise AddressError(f"{self.engine.endpoint}: {error}") from error
+
+    def _note_failure(self, error: Exception) -> None:
+        self._failure = str(error) if isinstance(error, AddressError) else repr(error)
+        for engine_stream in self._engine_streams.values():
+            engine_stream.set_receiving(False)
 
     def _new_subscriber(self) -> Subscriber:
         return Subscriber(

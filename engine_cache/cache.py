@@ -210,7 +210,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
     def dec_lock_ref(self, node: TreeNode, params: DecLockRefParams | None = None) -> DecLockRefResult:
         if self.disable:
             return DecLockRefResult(0)
-        return self.device.unlock(node, None if params is None else params.tickets)
+        result = self.device.unlock(node, None if params is None else params.tickets)
+        if self.host is None and self.device.is_useless(node):  # it lost its last child while it was locked
+            self.device.evict_leaf(node)
+        return result
 
     def release(self, lock: IncLockRefResult) -> DecLockRefResult:
         """Undo the `inc_lock_ref` that returned `lock`."""

@@ -5,9 +5,9 @@ from typing import TypedDict, Unpack
 
 import numpy as np
 
-from engine_cache.base import DecLockRefParams, DecLockRefResult, InitLoadBackParams, Request
+from engine_cache.base import InitLoadBackParams, Request
 from engine_cache.cache import TreeCache
-from engine_cache.components.component import AuxiliaryComponent, FullComponent, TreeComponent
+from engine_cache.components.component import AuxiliaryComponent
 from engine_cache.components.mamba import NodeStates, StatePool
 from engine_cache.pools.allocators import (
     MambaSlotAllocator,
@@ -37,6 +37,14 @@ class RadixOptions(CacheOptions, total=False):
     """Options of caches with a choice of eviction policies."""
 
     eviction_policy: str
+
+
+class StateOptions(CacheOptions, total=False):
+    """Options of caches with recurrent states. See `MambaComponent`."""
+
+    mamba_pool: StatePool | None
+    enable_mamba_extra_buffer: bool
+    mamba_cache_chunk_size: int
 
 
 class RadixCache(TreeCache):
@@ -112,14 +120,8 @@ class MambaRadixCache(TreeCache):
             **options,
         )
 
-    def dec_lock_ref(self, node: TreeNode, params: DecLockRefParams | None = None) -> DecLockRefResult:
-        result = super().dec_lock_ref(node, params)
-        if self.device.is_useless(node):  # a tombstone that lost its last child while it was locked
-            self.device.evict_leaf(node)
-        return result
 
-
-class HiMambaRadixCache(TreeCache):
+class HiMambaRadixCache(MambaRadixCache):
     """A radix tree over device and host pages and recurrent states, with an optional storage backend behind them.
 
         root ── A* ──┬── B ── C°'     *: a state on the device   °: one on the host   ': KV on the host only
@@ -142,21 +144,9 @@ class HiMambaRadixCache(TreeCache):
         controller: HybridCacheController,
         write_policy: str = "write_through",
         load_back_threshold: int = 10,
-        mamba_pool: StatePool | None = None,
-        enable_mamba_extra_buffer: bool = False,
-        mamba_cache_chunk_size: int = 64,
-        **options: Unpack[CacheOptions],
+        **options: Unpack[StateOptions],
     ) -> None:
-        self.mamba_allocator = mamba_allocator
-        states = NodeStates(mamba_allocator, mamba_pool, enable_mamba_extra_buffer, mamba_cache_chunk_size)
-        super().__init__(
-            page_size=page_size,
-            allocator=allocator,
-            components=[states],
-            variant=MAMBA,
-            eviction_policy="lru",
-            **options,
-        )
+        super().__init__(page_size=page_size, allocator=allocator, mamba_allocator=mamba_allocator, **options)
         self._add_host_tier(controller, write_policy, load_back_threshold)
 
 
@@ -187,7 +177,6 @@ class UnifiedRadixCache(TreeCache):
         if isinstance(allocator, SWATokenToKVPoolAllocator) != (ComponentType.SWA in kinds):
             expected = "one with SWA rows exactly for an SWA component"
             raise InvalidValueError("allocator", type(allocator).__name__, expected)
-        self.components: tuple[TreeComponent, ...] = (FullComponent(), *components)
         super().__init__(page_size=page_size, allocator=allocator, components=components, variant=UNIFIED, **options)
 
     def init_hicache(

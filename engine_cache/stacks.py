@@ -117,11 +117,11 @@ def build_mamba_hybrid_stack(
 
 def nsa_pools(kv_pool: NSATokenToKVPool, allocator: RowAllocator) -> list[PoolSpec]:
     """Compressed KV and INDEXER on the same rows, in every layer."""
-    from engine_cache.pools.host import MLATokenToKVPoolHost, NSAIndexerPoolHost
+    from engine_cache.pools.host import NSAIndexerPoolHost
 
     layers = {layer: layer for layer in range(kv_pool.shape.layer_num)}
     return [
-        PoolSpec(PoolName.KV, MLATokenToKVPoolHost, kv_pool, allocator, layers),
+        _rows_of_kv(PoolName.KV, kv_pool, allocator, layers),
         PoolSpec(PoolName.INDEXER, NSAIndexerPoolHost, kv_pool, allocator, layers, share_indices_with_anchor=True),
     ]
 
@@ -245,11 +245,9 @@ def _planned_host_pool(spec: PoolSpec, anchor: PoolEntry | None, config: HostTie
 
 
 def _rows_of_kv(name: PoolName, pool: Any, allocator: RowAllocator, layers: Mapping[int, int]) -> PoolSpec:
-    from engine_cache.pools.device import MLATokenToKVPool
-    from engine_cache.pools.host import MHATokenToKVPoolHost, MLATokenToKVPoolHost
+    from engine_cache.pools.host import HostKVPool
 
-    host = MLATokenToKVPoolHost if isinstance(pool, MLATokenToKVPool) else MHATokenToKVPoolHost
-    return PoolSpec(name, host, pool, allocator, layers)
+    return PoolSpec(name, HostKVPool, pool, allocator, layers)
 
 
 def _engine(specs: Sequence[PoolSpec], options: StackOptions) -> CopyEngine:

@@ -7,6 +7,7 @@ are ignored. Any other deviation raises `RecordRejectedError`.
 import math
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -139,17 +140,23 @@ def extra_keys(payload: bytes) -> list[str]:
 
     payload: a record that `decode_batch` accepts.
     """
-    return list(dict.fromkeys(store.extra_key for store in _stores(payload) if store.extra_key))
+    stores = (event for event in wire_events(payload) if isinstance(event, schema.PackedStored))
+    return list(dict.fromkeys(store.extra_key for store in stores if store.extra_key))
 
 
 def stores_with_tokens(payload: bytes) -> list[schema.PackedStored]:
     """Return the stores of a record that contain tokens. payload: a record that `decode_batch` accepts."""
-    return [store for store in _stores(payload) if store.token_ids]
+    return [event for event in wire_events(payload) if isinstance(event, schema.PackedStored) and event.token_ids]
 
 
-def _stores(payload: bytes) -> Iterator[schema.PackedStored]:
-    events = (_event_decoder.decode(raw) for raw in _batch_decoder.decode(payload).events)
-    return (event for event in events if isinstance(event, schema.PackedStored))
+def wire_events(payload: bytes) -> Iterator[schema.WireEvent]:
+    """Yield the events of a record, with their tokens. Events that only newer versions know are left out.
+
+    payload: a record that `decode_batch` accepts.
+    """
+    for raw in _batch_decoder.decode(payload).events:
+        with suppress(msgspec.ValidationError):
+            yield _event_decoder.decode(raw)
 
 
 def batch_head(payload: bytes) -> schema.BatchHead | None:

@@ -57,17 +57,6 @@ class Group(NamedTuple):
 _EXPECTED_GROUP = "mamba, swa:WINDOW[/BLOCK], chunk:SIZE, step:SIZE, eagle or nofull"
 
 
-def swa_group(window: int) -> str:
-    """Return the group of layers with a sliding window. A page is held if its KV of these layers is stored.
-
-    window: units before a prefix's end that must be held, 1 .. 999999999. Raises InvalidValueError.
-    """
-    try:
-        return Group("swa", window).name
-    except InvalidValueError:
-        raise InvalidValueError("window", window, "an integer in 1 .. 999999999") from None
-
-
 def group_model(model: str, group: str) -> str:
     """Return the model name of a group's streams. Raises InvalidValueError for an invalid group or an empty model."""
     companion = f"{model}#{group}"

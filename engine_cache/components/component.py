@@ -1,8 +1,8 @@
 """One kind of state in a radix tree: where a match can end for it, and how its data is kept at the nodes.
 
-`TreeComponent` contains what a match requires of every kind. All kinds except Full are auxiliary: their data on a tier
-can be used only together with Full KV on the same tier. Auxiliary data is added and removed together with Full KV. It
-can also be removed earlier, which is not an event.
+Every node consists of Full KV. `TreeComponent` contains what a match requires of any other kind. These are auxiliary:
+their data on a tier can be used only together with Full KV on the same tier. Auxiliary data is added and removed
+together with Full KV. It can also be removed earlier, which is not an event.
 """
 
 import inspect
@@ -65,15 +65,6 @@ class TreeComponent(ABC):
         The validator is called with every node of the path, root side first, and returns whether a match can end there.
         match_device_only: ignore data on the host.
         """
-
-
-class FullComponent(TreeComponent):
-    """KV of the full-attention layers, which every node consists of. Its data is in fields of `TreeNode`."""
-
-    kind: ClassVar[ComponentType] = ComponentType.FULL
-
-    def create_match_validator(self, match_device_only: bool = False) -> MatchValidator:
-        return lambda node: node.value is not None or (node.host_value is not None and not match_device_only)
 
 
 class AuxiliaryComponent(TreeComponent):

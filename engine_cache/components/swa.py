@@ -22,7 +22,7 @@ from engine_cache.storage.operations import PrefetchOperation
 from engine_cache.tree.node import ComponentType, TreeNode, split_rows
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError, check_positive
-from kv_events.streams import swa_group
+from kv_events.streams import Group
 
 
 class SWAComponent(AuxiliaryComponent):
@@ -41,7 +41,7 @@ class SWAComponent(AuxiliaryComponent):
         self.allocator = allocator
         self.window = sliding_window_size
         self.window_pages = -(-sliding_window_size // allocator.page_size)
-        self.event_group = swa_group(sliding_window_size)
+        self.event_group = Group("swa", sliding_window_size).name
 
     @property
     def device_allocator(self) -> PagedTokenToKVPoolAllocator:

@@ -13,7 +13,7 @@ Pages that do not consist of rows, such as states, have the layout page_first_di
 import abc
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import psutil
@@ -252,12 +252,9 @@ class HostKVPool(TensorHostPool):
         return held if isinstance(held, tuple) else (held,)
 
 
-class MHATokenToKVPoolHost(HostKVPool):
-    """The host pool of an `MHATokenToKVPool`."""
-
-
-class MLATokenToKVPoolHost(HostKVPool):
-    """The host pool of an `MLATokenToKVPool`."""
+MHATokenToKVPoolHost: TypeAlias = HostKVPool
+MLATokenToKVPoolHost: TypeAlias = HostKVPool
+"""The names of the host pools of an `MHATokenToKVPool` and an `MLATokenToKVPool`."""
 
 
 class MambaPoolHost(TensorHostPool):

@@ -20,7 +20,7 @@ from indexer.slices import Slices
 from indexer.snapshots.base import SnapshotStore
 from indexer.snapshots.image import Snapshot, SnapshotParts, take
 from indexer.snapshots.keeper import SnapshotCounts, SnapshotKeeper
-from indexer.sources.base import DivisibleSource, SourceUnavailableError
+from indexer.sources.base import SourceUnavailableError
 from indexer.views import LATE_S, View
 from kv_events.codec import StoredPages
 from kv_events.runtime.words import count
@@ -28,6 +28,7 @@ from kv_events.schema import NUM_MEDIA
 
 if TYPE_CHECKING:
     from indexer.shards.membership import Membership
+    from indexer.sources.kafka import KafkaSource
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class OwnedPartitions:
     def __init__(
         self,
         membership: Membership,
-        source: DivisibleSource,
+        source: KafkaSource,
         applier: Applier,
         settings: IndexerSettings,
         store: Callable[[int], SnapshotStore | None],

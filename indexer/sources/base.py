@@ -1,6 +1,6 @@
 """The interface of sources of records."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from kv_events.errors import KvsightError
@@ -47,14 +47,3 @@ class Source(Protocol):
 
     async def stop(self) -> None:
         """Release all resources."""
-
-
-class DivisibleSource(Source, Protocol):
-    """A log of which a consumer can read some partitions."""
-
-    async def read_only(self, partitions: Collection[int], positions: Mapping[int, int]) -> Mapping[int, int]:
-        """Read these partitions from now on, and no others. positions: see `start`; those that are read already go on.
-
-        Returns the next offset of each one that exists. Before `start`, only notes them. Not while records are fetched.
-        Raises SourceUnavailableError.
-        """

@@ -88,6 +88,11 @@ class KafkaSource:
             raise SourceUnavailableError(f"topic {self._events_topic} does not exist any longer; its writers create it")
 
     async def read_only(self, partitions: Collection[int], positions: Mapping[int, int]) -> Mapping[int, int]:
+        """Read these partitions from now on, and no others. positions: see `start`; those that are read already go on.
+
+        Returns the next offset of each one that exists. Before `start`, only notes them. Not while records are fetched.
+        Raises SourceUnavailableError.
+        """
         self._only, self._begin_at = frozenset(partitions), positions
         if self._consumer is None:
             return {}  # `start` begins to read them

@@ -5,7 +5,6 @@ as opaque identifiers. A resync is sent as the difference to what readers alread
 pages that they do not know have no tokens in a resync and cannot be sent.
 """
 
-import contextlib
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_events import schema
-from kv_events.codec import decode_batch
+from kv_events.codec import decode_batch, wire_events
 from kv_events.hashing import U32Array, U64Array, namespace_seed, sequence_hashes
 
 Encoding: TypeAlias = Literal["array", "map"]
@@ -40,8 +39,6 @@ class EngineEvents:
         self.num_omitted = 0
         """Number of omitted pages: pages without tokens, or whose hash does not follow from the tokens."""
         self._encoding = encoding
-        self._batch_decoder = msgspec.msgpack.Decoder(schema.EventBatch)
-        self._event_decoder = msgspec.msgpack.Decoder(schema.WireEvent)
         self._encoder = msgspec.msgpack.Encoder()
         self._sent: dict[schema.StorageMedium, set[int]] = {medium: set() for medium in schema.MEDIA}
         self._resent: dict[schema.StorageMedium, set[int]] | None = None  # since the beginning of a resync
@@ -53,16 +50,14 @@ class EngineEvents:
         The first batch clears all blocks, for readers that know an earlier worker of this name. The last one clears
         them, too.
         """
-        is_last = decode_batch(record).degraded_reason == schema.CLOSED  # also checks the whole record
-        batch = self._batch_decoder.decode(record)
+        batch = decode_batch(record)
         events: list[Any] = [] if self._has_begun else [self._event(_CLEARED)]
         self._has_begun = True
-        for raw in batch.events:
-            with contextlib.suppress(msgspec.ValidationError):  # a tag of a newer version
-                events += self._translated(self._event_decoder.decode(raw), batch.block_size)
-        if is_last:
+        for event in wire_events(record):
+            events += self._translated(event, batch.block_size)
+        if batch.degraded_reason == schema.CLOSED:
             events += self._translated(schema.AllBlocksCleared(), batch.block_size)
-        return self._encoder.encode([batch.timestamp, events, batch.dp_rank]) if events else None
+        return self._encoder.encode([batch.timestamp, events, batch.stream.dp_rank]) if events else None
 
     def _translated(self, event: schema.WireEvent, block_size: int) -> list[Any]:
         match event:

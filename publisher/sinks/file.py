@@ -18,17 +18,16 @@ logger = logging.getLogger(__name__)
 class FileSink:
     """Appends to an event log. `send` returns when records would survive a power failure. Has no control channel."""
 
-    def __init__(self, folder: str | Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, folder: str | Path) -> None:
         """Raises InvalidValueError if `folder` is not a path."""
         check_type("folder", folder, str | Path)
         self._folder = Path(folder)
         self.outage = Outage(logger, f"event log {folder} takes no records", f"event log {folder} takes records")
-        self._segment_bytes = segment_bytes
         self._log: WriterThread | None = None
 
     async def start(self) -> None:
         """Open the log. A log that another writer has open counts as unavailable."""
-        self._log = self._log or WriterThread(self._folder, self._segment_bytes, SinkUnavailableError)
+        self._log = self._log or WriterThread(self._folder, SEGMENT_BYTES, SinkUnavailableError)
         await self._log.run(lambda _writer: None)
 
     async def send(self, records: Sequence[OutRecord]) -> None:

@@ -51,7 +51,7 @@ class KafkaSink:
         check_type("settings", settings, PublisherSettings)
         if settings.compression != "none" and importlib.util.find_spec("cramjam") is None:
             expected = "none, or the package cramjam installed (pip install 'kvsight[compression]')"
-            raise InvalidValueError("KVSIGHT_COMPRESSION", settings.compression, expected)
+            raise InvalidValueError("compression", settings.compression, expected)
         self._settings = settings
         self._connection = KafkaConnection(settings)
         self.outage = Outage(

