@@ -1,16 +1,15 @@
-"""A process that explains one prompt: `python -m analysis.explain`, with an `ExplainJob` in msgpack on stdin.
+"""A process that explains one prompt: `python -m analysis.explain`, whose job is an `ExplainJob`.
 
-It writes the explanation as JSON to stdout and ends with 0. If there is none, it writes an `ExplainError` and ends with
-2. A service explains in a process of its own, because a replay in a thread would delay its answers.
+Its result is the explanation, or an `ExplainError`. See `kv_events.runtime.helper_process`.
 """
 
-import signal
+import logging
 import sys
 from pathlib import Path
 
 import msgspec
 
-from analysis.explain.asked_prompt import EXIT_REFUSED, ExplainError, ExplainJob
+from analysis.explain.asked_prompt import ExplainError, ExplainJob
 from analysis.explain.decisions import decisions_beside
 from analysis.explain.explanation import NothingToExplainError, explain
 from indexer.replay import Timeline, open_beginning
@@ -22,19 +21,19 @@ from kv_events.log.reader import torn_tail
 from kv_events.runtime.helper_process import become_helper, write_result
 
 
-def main() -> int:
-    """Do one job. Returns the exit code."""
-    become_helper(ends_with_stdin=False)
-    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ExplainJob)
-    signal.alarm(int(job.timeout_s) + 1)  # if the service has died
+def main() -> None:
+    """Do one job."""
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=ExplainJob)
+    logging.disable()  # of records, which the service does not log a second time
+    become_helper()
+    answer: Explanation | ExplainError
     try:
         answer = _explain(job)
     except NothingToExplainError as error:
         answer = ExplainError(field="model_name" if job.prompt.worker is None else "worker", detail=str(error))
     except (KvsightError, OSError) as error:
-        answer = ExplainError(field=None, detail=str(error))
+        answer = ExplainError(detail=str(error))
     write_result(answer)
-    return EXIT_REFUSED if isinstance(answer, ExplainError) else 0
 
 
 def _explain(job: ExplainJob) -> Explanation | ExplainError:
@@ -50,4 +49,4 @@ def _explain(job: ExplainJob) -> Explanation | ExplainError:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

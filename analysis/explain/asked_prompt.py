@@ -9,9 +9,6 @@ from kv_events.hashing import U32Array, U64Array, num_whole_pages
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.log.moments import LogMoment
 
-EXIT_REFUSED = 2
-"""Exit code of a process that wrote an `ExplainError`."""
-
 
 @dataclass(frozen=True)
 class AskedPrompt:
@@ -46,9 +43,8 @@ class AskedPrompt:
 
     def num_tail_tokens(self, block_size: int) -> int:
         """Return the number of tokens behind the last whole page."""
-        if self.query.field != "token_ids":
-            return 0
-        return max(0, len(self.numbers) - self.query.is_bigram - self.num_pages(block_size) * block_size)
+        positions = self.query.num_positions(self.numbers)
+        return 0 if positions is None else positions - self.num_pages(block_size) * block_size
 
 
 class ExplainJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,8 +58,6 @@ class ExplainJob(msgspec.Struct, frozen=True, kw_only=True):
     named: str | None
     """See `AskedPrompt`."""
     moment: LogMoment
-    timeout_s: float
-    """Time after which the process ends."""
 
     @property
     def prompt(self) -> AskedPrompt:
@@ -75,6 +69,7 @@ class ExplainJob(msgspec.Struct, frozen=True, kw_only=True):
 class ExplainError(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is no explanation."""
 
-    field: str | None
+    field: str | None = None
     """The field of the request that does not fit the log. None: the log cannot be read."""
-    detail: str
+    detail: str = ""
+    """Empty: this is an explanation, which has no such field."""

@@ -109,7 +109,7 @@ class Causes:
         stream, prompt = self._history.stream, self._tracer.prompt
         namespaces = self._tracer.replay.namespaces.find(stream.model, stream.tenant)
         namespace = next(each for each in namespaces if each.key.block_size == self._history.block_size)
-        positions = None if prompt.tokens is None else max(0, len(prompt.tokens) - prompt.query.is_bigram)
+        positions = prompt.query.num_positions(prompt.numbers)
         return stream_reuse(namespace, self._history.view, self.hashes, self._freshness, positions)
 
     def _of_groups(self) -> Iterator[Finding]:

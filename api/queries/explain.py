@@ -1,17 +1,14 @@
 """POST /explain: why each worker holds no more of a prompt, from the log that the service keeps."""
 
 import asyncio
-import logging
-import sys
 from collections.abc import Callable
+from contextlib import aclosing
 from pathlib import Path
-from subprocess import PIPE, Popen, TimeoutExpired
 
 import msgspec
 from starlette.responses import Response
 
-from analysis.explain.asked_prompt import EXIT_REFUSED, ExplainError, ExplainJob
-from api.background import run_in_daemon_thread
+from analysis.explain.asked_prompt import ExplainError, ExplainJob
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import BodyFormat, decode_as, is_large, slimmed
 from api.queries.parsing import BY_ANY, decode_question
@@ -20,13 +17,11 @@ from kv_events.errors import InvalidValueError
 from kv_events.http.explanations import ExplainRequest
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.log.moments import LogMoment
-
-logger = logging.getLogger(__name__)
+from kv_events.runtime.helper_process import HelperEndedError, helper_results
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_NUMBERS = 131_072
 """Tokens or hashes of a prompt."""
-_COMMAND = (sys.executable, "-P", "-m", "analysis.explain")
 _BUSY_RETRY_S = 5
 
 
@@ -42,7 +37,6 @@ class ExplainRoute:
         self._folder = folder
         self._timeout_s = timeout_s
         self._is_busy = False
-        self._process: Popen[bytes] | None = None
 
     def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""
@@ -60,38 +54,32 @@ class ExplainRoute:
             raise ProblemError(429, ProblemKind.EXPLAINING, detail, retry_after_s=_BUSY_RETRY_S)
         self._is_busy = True
         try:
-            job = await _job(body, body_format, self._folder, self._timeout_s, self._present())
-            return json_response(await run_in_daemon_thread(lambda: self._explained(job)))
+            job = await _job(body, body_format, self._folder, self._present())
+            return json_response(await self._explained(job))
         finally:
             self._is_busy = False
-            if self._process is not None:
-                self._process.kill()  # harmless if it has ended; it has not if the service stops
 
-    def _explained(self, job: ExplainJob) -> bytes:
+    async def _explained(self, job: ExplainJob) -> bytes:
         """Return the explanation as JSON. Raises ProblemError."""
-        with Popen(  # noqa: S603  our own module
-            _COMMAND, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
-        ) as self._process:
-            try:
-                answer, errors = self._process.communicate(msgspec.msgpack.encode(job), job.timeout_s)
-            except TimeoutExpired:
-                self._process.kill()
-                detail = f"not explained within {job.timeout_s:g} s; run `kvsight explain` on the log"
-                raise ProblemError(503, ProblemKind.UNAVAILABLE, detail) from None
-        exit_code = self._process.returncode
-        if exit_code == EXIT_REFUSED:
-            raise _refused(msgspec.json.decode(answer, type=ExplainError), job)
-        if exit_code:
-            last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-            logger.error("an explanation failed with exit code %s: %s", exit_code, last)
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                aclosing(helper_results("explanation", "analysis.explain", job=job)) as results,
+            ):
+                (answer,) = [each async for each in results]
+        except TimeoutError:
+            detail = f"not explained within {self._timeout_s:g} s; run `kvsight explain` on the log"
+            raise ProblemError(503, ProblemKind.UNAVAILABLE, detail) from None
+        except HelperEndedError:
             detail = "the explanation failed; the service's log says why"
-            raise ProblemError(503, ProblemKind.UNAVAILABLE, detail)
+            raise ProblemError(503, ProblemKind.UNAVAILABLE, detail) from None
+        refusal = msgspec.json.decode(answer, type=ExplainError)
+        if refusal.detail:
+            raise _refused(refusal, job)
         return answer
 
 
-async def _job(
-    body: bytes | bytearray, body_format: BodyFormat, folder: Path, timeout_s: float, present: LogMoment
-) -> ExplainJob:
+async def _job(body: bytes | bytearray, body_format: BodyFormat, folder: Path, present: LogMoment) -> ExplainJob:
     """Decode and check a request. present: its moment, unless it names one. Raises ProblemError."""
     if is_large(body):
         request, question, numbers = await asyncio.to_thread(_decoded, body, body_format)
@@ -102,12 +90,7 @@ async def _job(
         raise ProblemError.of_value(fault)
     moment = present if request.at is None else LogMoment(time_s=request.at)
     return ExplainJob(
-        folder=str(folder),
-        query=question,
-        numbers=numbers.tobytes(),
-        named=request.worker,
-        moment=moment,
-        timeout_s=timeout_s,
+        folder=str(folder), query=question, numbers=numbers.tobytes(), named=request.worker, moment=moment
     )
 
 

@@ -1,7 +1,8 @@
 """Processes for work that would delay a service in a thread.
 
 A helper runs at a low priority. It ends when its stdin does, which is when its parent has died in any way.
-It writes its results to stdout as JSON, one a line. What it writes to stderr is logged.
+It may get a job: the first line of stdin, as JSON. It writes its results to stdout as JSON, one a line. What it writes
+to stderr is logged.
 """
 
 import asyncio
@@ -31,15 +32,17 @@ class HelperEndedError(KvsightError):
     """A helper has ended with an error."""
 
 
-def become_helper(*, ends_with_stdin: bool = True) -> None:
-    """Make this process a helper. Signals of a terminal or a supervisor are for its parent."""
+def become_helper() -> None:
+    """Make this process a helper. Signals of a terminal or a supervisor are for its parent.
+
+    A job must have been read before.
+    """
     os.nice(_NICENESS)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    if ends_with_stdin:
-        threading.Thread(target=_end_with_stdin, daemon=True).start()
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
 
 
 def write_result(result: object) -> None:
@@ -48,19 +51,22 @@ def write_result(result: object) -> None:
     sys.stdout.buffer.flush()
 
 
-async def helper_results(name: str, module: str, *arguments: str) -> AsyncGenerator[bytes, None]:
+async def helper_results(name: str, module: str, *arguments: str, job: object = None) -> AsyncGenerator[bytes, None]:
     """Run `python -m module` as a helper, and yield its results. It is ended with the generator.
 
-    name: of its work, for the log. Raises HelperEndedError.
+    name: of its work, for the log. job: None: it gets none. Raises HelperEndedError.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", module, *arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=_LONGEST_LINE,
         start_new_session=True,  # Ctrl-C in a terminal is for this process
     )  # fmt: skip
+    assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
     messages = asyncio.create_task(_log_lines(name, process.stderr))
     try:
+        if job is not None:
+            process.stdin.write(msgspec.json.encode(job) + b"\n")
         async for line in process.stdout:
             yield line
         await messages
