@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import typer
+from rich.text import Text
 
 from kv_events.http.fleet import Fleet, FleetWorker
 from kv_events.http.service import DEFAULT_URL
@@ -42,13 +43,6 @@ _LEVELS = {"ok": "green", "warning": "yellow", "trouble": "bold red"}
 _BARS = "▁▂▃▄▅▆▇█"
 _NUM_BARS = 12
 _NO_WORKER = f"no worker is known: {NO_ENGINE}; or {NO_PUBLISHER}"
-
-
-class Line(NamedTuple):
-    """A line of the screen."""
-
-    text: str
-    style: str = ""
 
 
 def top(
@@ -87,7 +81,7 @@ def top(
         if once:
             found = table.read()
             if as_json or found or (model, tenant) == (None, None):
-                print_result(found, (line.text for line in table.lines(found, out.width, None)), as_json=as_json)
+                print_result(found, (line.plain for line in table.lines(found, out.width, None)), as_json=as_json)
             if not found and (model, tenant) != (None, None):
                 raise UsageError(_unknown(client, contains, model, tenant))
             return
@@ -102,7 +96,7 @@ class _Table(NamedTuple):
 
     read: Callable[[], Any]
     """Returns an answer of the service. Raises KvsightError."""
-    lines: Callable[[Any, int, int | None], Iterator[Line]]
+    lines: Callable[[Any, int, int | None], Iterator[Text]]
     """Yields the lines for an answer, given width and height of the terminal; height None: all lines."""
 
 
@@ -119,10 +113,10 @@ def _ranks_table(client: Client, contains: str, model: str | None, tenant: str |
         unknown = "" if found else _unknown(client, contains, model, tenant)
         return found
 
-    def lines(found: list[Worker], width: int, height: int | None) -> Iterator[Line]:
+    def lines(found: list[Worker], width: int, height: int | None) -> Iterator[Text]:
         rows = rows_of(found)
         texts = streams_lines(rows, width) if rows else wrap(unknown, width)
-        return (Line(text) for text in islice(texts, height))
+        return (Text(text) for text in islice(texts, height))
 
     return _Table(read, lines)
 
@@ -157,13 +151,12 @@ def _watch(table: _Table, show: _Show, pauses_and_ends: Callable[[], bool]) -> N
 @contextmanager
 def _screen(table: _Table) -> Iterator[_Show]:
     from rich.live import Live
-    from rich.text import Text
 
     def show(found: Any, outage: str) -> None:
-        lines = [Line(part, "bold red") for part in wrap(printable(outage), out.width)]
+        lines = [Text(part, "bold red") for part in wrap(printable(outage), out.width)]
         if found is not None:
             lines += table.lines(found, out.width, out.height - len(lines))
-        live.update(Text("\n", no_wrap=True).join(Text(line.text, line.style) for line in lines), refresh=True)
+        live.update(Text("\n", no_wrap=True).join(lines), refresh=True)
 
     with Live(console=out, screen=True, auto_refresh=False) as live:
         yield show
@@ -183,7 +176,7 @@ def _printer(table: _Table, as_json: bool) -> _Show:
         if as_json:
             print_lines([msgspec.json.encode(found).decode()])
         else:
-            print_lines([*(line.text for line in table.lines(found, out.width, None)), ""])
+            print_lines([*(line.plain for line in table.lines(found, out.width, None)), ""])
 
     return show
 
@@ -212,33 +205,33 @@ def _is_q_pressed(keyboard: list[int], seconds: float) -> bool:
     return bool(readable) and os.read(readable[0], 64)[:1] in (b"q", b"Q", b"")
 
 
-def _fleet_lines(fleet: Fleet, width: int, height: int | None) -> Iterator[Line]:
+def _fleet_lines(fleet: Fleet, width: int, height: int | None) -> Iterator[Text]:
     """Yield the verdict, sums and a table of workers. width, height: of the terminal; None: all workers."""
-    head = [Line(part, _LEVELS.get(fleet.level, "")) for part in wrap(_verdict(fleet.verdict), width)]
-    head += [Line(part) for part in wrap(_sums(fleet), width)]
+    head = [Text(part, _LEVELS.get(fleet.level, "")) for part in wrap(_verdict(fleet.verdict), width)]
+    head += [Text(part) for part in wrap(_sums(fleet), width)]
     yield from head
     if not fleet.workers:
         return
-    yield Line("")
+    yield Text("")
     room = len(fleet.workers) if height is None else max(1, height - len(head) - 3)
     shown = fleet.workers if room >= len(fleet.workers) else fleet.workers[: max(1, room - 1)]
     title, *rows = table_lines(_columns(shown, fleet), width)
-    yield Line(title, "bold")
-    yield from (Line(row, _STYLES.get(worker.state, "")) for row, worker in zip(rows, shown, strict=True))
+    yield Text(title, "bold")
+    yield from (Text(row, _STYLES.get(worker.state, "")) for row, worker in zip(rows, shown, strict=True))
     if len(shown) < fleet.num_selected:
-        yield Line(f"and {count(fleet.num_selected - len(shown), 'more worker')}")
+        yield Text(f"and {count(fleet.num_selected - len(shown), 'more worker')}")
     left = None if height is None else height - len(head) - 2 - len(shown)
     yield from islice(_trouble_lines(shown, fleet, width), left if left is None else max(0, left))
 
 
-def _trouble_lines(workers: Sequence[FleetWorker], fleet: Fleet, width: int) -> Iterator[Line]:
+def _trouble_lines(workers: Sequence[FleetWorker], fleet: Fleet, width: int) -> Iterator[Text]:
     """Yield what is wrong with workers that the verdict does not describe, and what to do about it."""
     described = _verdict(fleet.verdict)
     for worker in workers:
         if worker.cause and not (worker.cause in described and described.startswith(f"{worker.worker} ")):
-            yield Line("")
+            yield Text("")
             text = trouble_text(worker.worker, worker.endpoint, worker.cause, worker.since, worker.remedy)
-            yield from (Line(part) for part in wrap(text, width))
+            yield from (Text(part) for part in wrap(text, width))
 
 
 def _verdict(parts: Sequence[str | float]) -> str:
