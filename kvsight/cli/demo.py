@@ -90,7 +90,13 @@ def demo(
         typer.echo(msgspec.json.encode({"model_name": flags["model"], "token_ids": demo_prompt().tolist()}))
         return
     if worker is not None:
-        _run_engine(worker, capacity_tokens, rate, seed, flags)
+        if flags["kafka"] is None:
+            raise UsageError("--engine needs --kafka HOST:PORT")
+        from publisher import PublisherSettings
+
+        own = PublisherSettings.from_flags(worker=worker, **flags)
+        load_kernels()
+        asyncio.run(_run_engine(own, capacity_tokens, rate, seed))
         return
     require("serve", "kvsight demo")
     from api.server import CannotListenError, listen
@@ -118,18 +124,8 @@ def demo(
         )
 
 
-def _run_engine(worker: str, capacity_tokens: int, rate: float, seed: int, flags: dict[str, Any]) -> None:
+async def _run_engine(settings: PublisherSettings, capacity: int, rate: float, seed: int) -> None:
     """Run one simulated worker that publishes to Kafka, until SIGINT or SIGTERM. Raises KvsightError."""
-    if flags["kafka"] is None:
-        raise UsageError("--engine needs --kafka HOST:PORT")
-    from publisher import PublisherSettings
-
-    settings = PublisherSettings.from_flags(worker=worker, **flags)
-    load_kernels()
-    asyncio.run(_serve_one(settings, capacity_tokens, rate, seed))
-
-
-async def _serve_one(settings: PublisherSettings, capacity: int, rate: float, seed: int) -> None:
     from publisher import EventPublisher
     from publisher.sinks.kafka import KafkaSink
     from simulation import SimulatedWorker, SimulationSettings, create_cache

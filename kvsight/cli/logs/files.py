@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -217,7 +217,8 @@ def slice_log(
     source = LogInput(log)
     selection = Selection(LogRange.of(first, last), RecordFilter.parse(worker, model, channel=channel))
     begin: int | None = None
-    with _new_log(new_log) as writer:
+    check_new_log(new_log)
+    with EventLogWriter(new_log) as writer:
         for chunk in source.chunks("copying"):
             for index, record in selection.records(chunk):
                 begin = index if begin is None else begin
@@ -265,7 +266,8 @@ def merge(
         raise UsageError("give at least two logs, and the folder of the new one")
     sources = [LogInput(folder) for folder in inputs]
     recent = _Recent()
-    with _new_log(new_log) as writer, progress_bar() as bar:
+    check_new_log(new_log)
+    with EventLogWriter(new_log) as writer, progress_bar() as bar:
         ordered = heapq.merge(*(_by_time(source, number, bar) for number, source in enumerate(sources)))
         for _, number, _, record in ordered:
             if recent.is_new(record, number):
@@ -303,14 +305,6 @@ def _remove(new_log: Path) -> None:
     (new_log / LOCK_NAME).unlink()
     with suppress(OSError):  # somebody else's files are in it
         new_log.rmdir()
-
-
-@contextmanager
-def _new_log(folder: Path) -> Iterator[EventLogWriter]:
-    """Open a writer of a new log. If the disk is full, the records before stay, and the error is raised."""
-    check_new_log(folder)
-    with EventLogWriter(folder) as writer:
-        yield writer
 
 
 # --- export ---------------------------------------------------------------------------------------------------------

@@ -118,15 +118,11 @@ async def _record(
     for feed in feeds:
         await _begin(feed, since)
     async with nullcontext() if indexed is None else indexing(indexed):
-        await _run(recorder, feeds, stop, once=once)
-
-
-async def _run(recorder: Recorder, feeds: list[Feed], stop: asyncio.Event, *, once: bool) -> None:
-    running = asyncio.create_task(recorder.run(feeds, stop, once=once))
-    with err.status("") as status:
-        while not (await asyncio.wait({running}, timeout=_SHOW_S))[0]:
-            status.update(count(recorder.next_index, "record"))
-    await running
+        running = asyncio.create_task(recorder.run(feeds, stop, once=once))
+        with err.status("") as status:
+            while not (await asyncio.wait({running}, timeout=_SHOW_S))[0]:
+                status.update(count(recorder.next_index, "record"))
+        await running
 
 
 async def _begin(feed: Feed, since: LogMoment) -> None:

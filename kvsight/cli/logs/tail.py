@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, Generator
-from contextlib import aclosing, closing
+from collections.abc import Generator
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -138,20 +138,10 @@ def _source(kafka: str | None, log: Path | None, flags: dict[str, Any]) -> Sourc
 async def _show_records(
     source: Source, wanted: RecordFilter, from_beginning: bool, limit: int | None, as_json: bool
 ) -> None:
-    num_shown = 0
-    async with aclosing(_records(source, from_beginning)) as events:
-        async for event in events:
-            if wanted.takes(event):
-                _show(event, as_json)
-                num_shown += 1
-            if num_shown == limit:
-                return
-
-
-async def _records(source: Source, from_beginning: bool) -> AsyncGenerator[RecordLine]:
-    """Yield the records of a source. Raises SourceUnavailableError if it cannot be opened; later outages pass."""
+    """Show the records of a source. Raises SourceUnavailableError if it cannot be opened; later outages pass."""
     from indexer.sources.reader import SourceReader
 
+    num_shown = 0
     await source.start({})
     try:
         if not from_beginning:
@@ -161,7 +151,10 @@ async def _records(source: Source, from_beginning: bool) -> AsyncGenerator[Recor
         reader = SourceReader(source)
         while True:
             for record in await reader.fetch():
-                if record.channel in OF_EVENTS:
-                    yield of_record(record)
+                if record.channel in OF_EVENTS and wanted.takes(event := of_record(record)):
+                    _show(event, as_json)
+                    num_shown += 1
+                    if num_shown == limit:
+                        return
     finally:
         await source.stop()
