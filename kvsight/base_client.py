@@ -176,11 +176,6 @@ class BaseClient:
     def _broken(self, path: str, error: httpx.HTTPError) -> KvsightConnectionError:
         return KvsightConnectionError(f"{self._shown_url}{path}: {str(error) or type(error).__name__}")
 
-    def _check_stream(self, response: httpx.Response) -> None:
-        """Raise the error of a refused event stream. The body of a refusal has been read."""
-        if not response.is_success:
-            self._result(calls.events(), response)
-
 
 @lru_cache(maxsize=256)
 def _joined(base: str, path: str) -> httpx.URL:

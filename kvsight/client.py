@@ -172,7 +172,7 @@ class Client(BaseClient):
             with self._http.stream(**stream_request(worker, model, tenant, self._timeout_s)) as response:
                 if not response.is_success:
                     response.read()
-                self._check_stream(response)
+                    self._result(calls.events(), response)
                 for received in response.iter_raw():
                     yield from reader.take(received)
         except httpx.HTTPError as error:
@@ -266,7 +266,7 @@ class AsyncClient(BaseClient):
             async with self._http.stream(**stream_request(worker, model, tenant, self._timeout_s)) as response:
                 if not response.is_success:
                     await response.aread()
-                self._check_stream(response)
+                    self._result(calls.events(), response)
                 async for received in response.aiter_raw():
                     for event in reader.take(received):
                         yield event

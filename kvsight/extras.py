@@ -18,12 +18,7 @@ class MissingExtraError(KvsightError):
     """A command needs an extra that is not installed. The text says how to install it."""
 
 
-def missing(extra: str) -> list[str]:
-    """The modules of an extra that are not installed. extra: `serve`, `analysis` or `envoy`."""
-    return [module for module in _EXTRAS[extra] if find_spec(module) is None]
-
-
 def require(extra: str, needed_by: str) -> None:
-    """Check that an extra is installed. needed_by: for the message. Raises MissingExtraError."""
-    if lacking := missing(extra):
+    """Check that `serve`, `analysis` or `envoy` is installed. needed_by: for the message. Raises MissingExtraError."""
+    if lacking := [module for module in _EXTRAS[extra] if find_spec(module) is None]:
         raise MissingExtraError(f"{needed_by} needs {', '.join(lacking)}: pip install 'kvsight[{extra}]'")

@@ -59,7 +59,7 @@ class Flag(NamedTuple):
     is_common: bool = False
     """Whether the help shows the variable, too."""
     default: Any = None
-    """None: the settings have it. Ellipsis: the flag or the variable is required."""
+    """None: the settings have it."""
     bounds: tuple[float, float] | tuple[None, None] = (None, None)
     shorter: tuple[str, ...] = ()
 
@@ -178,6 +178,5 @@ def _parameter(field: str, flag: Flag) -> inspect.Parameter:
         max=flag.bounds[1],
     )
     kind = flag.kind | None if flag.default is None else flag.kind
-    default = inspect.Parameter.empty if flag.default is ... else flag.default
     annotation = Annotated[kind, option]  # type: ignore[valid-type]
-    return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=flag.default, annotation=annotation)
