@@ -13,7 +13,7 @@ from kv_events.streams import group_model
 from publisher import EventPublisher, PublisherSettings, Sink
 from selection.policies import seed_choices
 from simulation.caches import capacity_pages, create_cache
-from simulation.report import PolicyReport, RunCurves, WorkerLoad
+from simulation.report import Latency, PolicyReport, RunCurves, WorkerLoad
 from simulation.router import Policy, Router, create_policy
 from simulation.settings import SimulationSettings
 from simulation.worker import Running, SimulatedWorker, divergent_pages
@@ -158,8 +158,8 @@ class PolicyRun:
         if progress is not None and (done % _PROGRESS_EVERY == 0 or done == total):
             progress(self._name, done, total)
 
-    def report(self, seconds: float) -> PolicyReport:
-        """Return the result.
+    def report(self, seconds: float, latency: Latency | None = None) -> PolicyReport:
+        """Return the result. latency: None: engines answered without delay.
 
         Compares every view with its cache and, with group streams, the router's answers with the caches' matches.
         """
@@ -172,4 +172,4 @@ class PolicyRun:
                     for request in self._last_requests
                 )
         num_queries = sum(router.num_queries for router, _ in self._routers)
-        return PolicyReport(self._name, tuple(self._loads), num_queries, seconds, curves=self._curves)
+        return PolicyReport(self._name, tuple(self._loads), num_queries, seconds, latency, self._curves)

@@ -3,11 +3,10 @@
 Without a broker, publishers feed the index without a log, in simulated time, deterministically and in one thread.
 """
 
-import contextlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import nullcontext
 from heapq import heappop, heappush
 
 import uvloop
@@ -58,10 +57,8 @@ def run_direct(
     """Run one policy over the whole workload, with engines that need time. Raises the errors of `PolicyRun` and of the
     event log."""
     began = time.perf_counter()
-    with contextlib.ExitStack() as closing:
-        log = None
-        if settings.event_log_dir is not None:
-            log = closing.enter_context(EventLogWriter(settings.event_log_dir / policy))
+    log = None if settings.event_log_dir is None else EventLogWriter(settings.event_log_dir / policy)
+    with log or nullcontext():
         fleet = TimedFleet(settings, policy, log)
         for request in requests:
             fleet.arrive(request._replace(arrival_s=request.arrival_s / settings.speed))
@@ -108,13 +105,9 @@ class TimedFleet:
 
     def report(self, seconds: float) -> PolicyReport:
         """Return the result, when all requests have ended. seconds: wall-clock time of the run."""
-        report = self.run.report(seconds)
-        if not self._ended:
-            return report
         gaps = [gap for engine in self._engines for gap in engine.gaps]
-        return replace(
-            report, latency=Latency.of(self._ended, gaps, self._settings.ttft_slo_s, self._settings.itl_slo_s)
-        )
+        objectives = self._settings.ttft_slo_s, self._settings.itl_slo_s
+        return self.run.report(seconds, Latency.of(self._ended, gaps, *objectives) if self._ended else None)
 
     def advance(self, arrival_s: float) -> None:
         """Advance the clock to a time since the workload began, and send what is due, which is mostly heartbeats."""
