@@ -138,7 +138,7 @@ class PromptHashes:
                 self._add(Column.SEQUENCE, self.asked_rule(0), self.prompt.hashes)
             return
         asked = self.asked_rule(block_size)
-        self._add(Column.SEQUENCE, asked, self.compute(tokens, asked))
+        self._add(Column.SEQUENCE, asked, self.prompt.query.hashes(tokens, block_size))
         if len(self._block_sizes) > _MOST_BLOCK_SIZES:
             return
         first = tokens[: _MOST_OTHER_PAGES * block_size + 1]

@@ -9,6 +9,8 @@ import pytest
 
 from kv_events.decisions import VERSION, Decision, encode_decision
 from kv_events.hashing import namespace_seed, sequence_hashes
+from kv_events.http.parsed_query import ParsedQuery
+from kv_events.http.queries import MediaSpan
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import MEDIA, PackedStored, SnapshotBegin
 from tests.support.commands import printed
@@ -73,6 +75,13 @@ def test_names_in_records_with_tokens_are_tried(log: Log) -> None:
     log.send().send(with_tokens(TOKENS, "sql"))
     found = log.explained()["findings"][0]
     assert (found["cause"], found["namespace"]) == ("other_namespace", {"lora_name": "sql"})
+
+
+def test_a_prompt_with_an_image_is_looked_for_by_the_hashes_of_its_pages(log: Log) -> None:
+    image = MediaSpan(hash="image-1", offset=SIZE, length=SIZE)
+    query = ParsedQuery("m", "default", "token_ids", media=(image,))
+    log.send(stored((0, query.hashes(np.array(TOKENS, np.uint32), SIZE).tolist())))
+    assert log.explained(media=[image])["cause"] == "held"
 
 
 def test_without_tokens_the_log_cannot_know_other_names(log: Log) -> None:
