@@ -1,11 +1,10 @@
 """Numbers, times and names as a report shows them."""
 
-import math
+from rich.filesize import decimal
 
 from kv_events.log.moments import utc_text
 from kv_events.runtime.words import printable
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 _LONGEST_NAME = 32
 _S_PER_MINUTE, _S_PER_HOUR = 60, 3600
 
@@ -29,10 +28,9 @@ def share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
-def size(num_bytes: float) -> str:
+def size(num_bytes: int) -> str:
     """`1.2 MB`."""
-    power = min(len(_UNITS) - 1, int(math.log(max(1, num_bytes), 1000)))
-    return f"{num_bytes / 1000**power:,.{1 if power else 0}f}\N{NO-BREAK SPACE}{_UNITS[power]}"
+    return decimal(num_bytes, separator="\N{NO-BREAK SPACE}")
 
 
 def utc(seconds: float, digits: int = 3) -> str:

@@ -226,11 +226,9 @@ class AuditReport(msgspec.Struct, kw_only=True):
     churn_s: float = 0.0
     """Seconds for which pages are expected to stay."""
     pages: dict[str, list[int]] = {}
-    """Name -> pages for each medium, in the order GPU, CPU_PINNED, DISK, EXTERNAL.
+    """Name -> pages for each medium, in the order GPU, CPU_PINNED, DISK, EXTERNAL. See `PAGE_COUNTS`.
 
-    stored, removed, double (stored although held), orphan (stored under a parent that is not held), unknown (removed
-    although not held), churned (removed within `churn_s`), bounced (back within `churn_s`, while on another medium),
-    swept (dropped by a clear, a restart or a resync).
+    Bounced pages were on another medium meanwhile. Swept ones were dropped by a clear, a restart or a resync.
     """
     lifetime_p50_s: list[float | None] = []
     """Seconds for which half of the removed pages were held at most, for each medium. Pages that were held before the

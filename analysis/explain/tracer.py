@@ -269,7 +269,10 @@ class PromptTracer(ApplyObserver):
         if at.pages_stored:
             self._note_tokens(trace, batch)
         self._note_steps(trace, batch, at)
-        self._note_eviction(trace, batch, at)
+        if trace.evicted is not None:
+            stores = (step for step in batch.steps if isinstance(step, StoredPages) and len(step.hashes))
+            if (first := next(stores, None)) is not None:
+                self._replace(trace, at, int(first.hashes[0]))
         if view.state is ViewState.LIVE:
             trace.gaps.clear()
         if view.state is ViewState.LIVE and not view.degraded_reason:
@@ -350,13 +353,6 @@ class PromptTracer(ApplyObserver):
                     trace.resync = None
                     for past in trace.page_histories.values():
                         past.end_resync(self._number(at))
-
-    def _note_eviction(self, trace: StreamTrace, batch: DecodedBatch, at: BatchPosition) -> None:
-        """Note what is stored with or after an eviction."""
-        if trace.evicted is not None:
-            stores = (step for step in batch.steps if isinstance(step, StoredPages) and len(step.hashes))
-            if (first := next(stores, None)) is not None:
-                self._replace(trace, at, int(first.hashes[0]))
 
     def _note_tokens(self, trace: StreamTrace, batch: DecodedBatch) -> None:
         """Note the names in a record, and where other prompts part from this one, if the record has tokens."""
