@@ -102,6 +102,7 @@ def demo(
     from api.server import CannotListenError, listen
     from api.settings import ApiSettings
 
+    fleet_settings = _fleet_settings(cache)
     settings = ApiSettings.ignoring_environment(**({} if port is None else {"port": port}))
     try:
         listening = listen(settings)
@@ -114,7 +115,6 @@ def demo(
         from simulation import POLICIES, WorkloadSettings, generate, simulate
 
         load_kernels()
-        fleet_settings = _fleet_settings(cache)
         workload = list(generate(WorkloadSettings(num_requests=requests, seed=0)))
         with policy_progress() as progress:
             reports = simulate(workload, fleet_settings, list(POLICIES), progress)
