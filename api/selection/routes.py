@@ -14,7 +14,7 @@ from starlette.responses import Response
 from api.access.rate_limits import TenantRates
 from api.fast.fast_path import TextRoute
 from api.fast.templates import TemplateCache
-from api.fast.writer import AnswerWriter, PromptFound
+from api.fast.writer import AnswerWriter, prompt_of
 from api.problems import ProblemError, ProblemKind
 from api.queries.body_formats import JSON, Body, BodyFormat, decode_as
 from api.queries.routes import Handler, RawEndpoint, check_connected, json_response
@@ -22,7 +22,7 @@ from api.queries.text import has_text
 from api.selection.answers import loads_of, overlaps_of, selection_of
 from api.selection.direct import SelectionPlan, direct_table, session_text
 from api.selection.kernels.record import NUM_RECORDS
-from api.selection.requests import Prompt, Render, decoded, decoded_text, question_of, rendered_prompt
+from api.selection.requests import Render, decoded, decoded_text, question_of, rendered_prompt
 from api.selection.reservations import Reservations, check_id
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
@@ -34,7 +34,6 @@ from selection.roster import Directory, Found, Rosters, Weighed
 from selection.selector import NoCandidateError, Selector, session_of
 from selection.settings import SelectionSettings
 
-_NO_NUMBERS = np.zeros(0, np.uint32)
 _RESERVE = "/select_and_reserve"
 _ONLY_PYTHON = ("isl_tokens", "pinned_worker", "affinity_target")
 """Fields that kernels do not know."""
@@ -95,10 +94,12 @@ class SelectionRoutes:
 
     def _answer(self, request: SelectRequest, text: bytes, start: int, end: int, *, is_reserving: bool) -> bytes | None:
         namespace, question = self._namespace(request), question_of(request, "token_ids")
-        read = self._writer.find_text(question, text, start, namespace, self._served.freshness)
-        if read is None or read[1] != end:
+        prompt = self._writer.prompt_of_text(question, text, start, end)
+        found = None if prompt is None else self._writer.find(question, prompt, namespace, self._served.freshness)
+        if found is None:
             return None
-        found = _found(read[0], Prompt(question, _NO_NUMBERS, None, request.isl_tokens), namespace)
+        if request.isl_tokens is not None:
+            found = found._replace(tokens=request.isl_tokens)
         return msgspec.json.encode(self._placed(request, found, namespace, is_reserving=is_reserving))
 
     def _plan(self, request: SelectRequest, *, is_reserving: bool) -> SelectionPlan | None:
@@ -184,8 +185,11 @@ class SelectionRoutes:
             hashes = question.hashes(numbers, namespace.key.block_size)
             question, prompt = replace(question, field="seq_hashes", media=()), prompt._replace(tokens=len(numbers))
             numbers = hashes
-        held = self._writer.find(question, numbers, namespace, self._served.freshness)
-        return request, namespace, _found(held, prompt, namespace)
+        found = self._writer.find(question, prompt_of(question, numbers), namespace, self._served.freshness)
+        assert found is not None, "only texts may be unreadable"
+        tokens = found.tokens if prompt.tokens is None else prompt.tokens
+        hashes = found.hashes if prompt.booked is None else prompt.booked
+        return request, namespace, found._replace(hashes=hashes, tokens=tokens, degraded=prompt.degraded)
 
     def _admit(self, request: SelectRequest) -> None:
         """Check that there are workers of the model, and count the request for its tenant. Raises ProblemError."""
@@ -215,13 +219,3 @@ def _decoded_text(body: bytes) -> tuple[SelectRequest, list[int]]:
 
 def _unavailable(detail: str) -> ProblemError:
     return ProblemError(503, ProblemKind.UNAVAILABLE, detail, retry_after_s=1)
-
-
-def _found(held: PromptFound, prompt: Prompt, namespace: Namespace) -> Found:
-    tokens = prompt.tokens
-    if tokens is None and prompt.question.field == "token_ids":
-        tokens = held.num_positions + prompt.question.is_bigram
-    if tokens is None:
-        tokens = held.num_positions * namespace.key.block_size
-    hashes = held.hashes if prompt.booked is None else prompt.booked
-    return Found(hashes, tokens, held.streams, held.pages, prompt.degraded)
