@@ -32,13 +32,12 @@ from api.telemetry.families import counter, recording_families
 from api.telemetry.requests import TraceRequests
 from api.telemetry.service_metrics import (
     HttpMetrics,
-    capacity_families,
     metrics_text,
     queue_families,
     reservation_families,
     tenant_families,
 )
-from api.view_source import ViewSource
+from api.view_source import Capacity, ViewSource
 from api.workers.event_stream import EventStream, feed_routes
 from api.workers.records import WorkerRecords
 from api.workers.register import RegisterRoutes
@@ -150,8 +149,8 @@ class LiveService(Service):
         self.decision_window = DecisionWindow()
         self._registrations = registrations
         self._records = WorkerRecords(consumer, limits or RegistrationSettings(), registrations)
-        self.capacity: Callable[[StreamId, int], Mapping[str, int]] = self._records.pages
-        """Returns the room of a rank, see `PageState.capacity`. Who runs the engines may replace it."""
+        self.capacity: Capacity = self._records.pages
+        """Who runs the engines may replace it."""
         self._decisions = decisions or WriteQueue(None)
         self._recording = recording
         self._group = group
@@ -217,12 +216,13 @@ class LiveService(Service):
     def _created_metrics(self, timed_paths: Sequence[str]) -> HttpMetrics:
         consumer, tenants, recording = self._consumer, self._tenants, self._recording
         max_workers = self.settings.metrics_max_workers
-        metrics = HttpMetrics(consumer, timed_paths, lambda: self.feed.num_clients, max_workers)
+        metrics = HttpMetrics(
+            consumer, timed_paths, lambda: self.feed.num_clients, max_workers, lambda *of: self.capacity(*of)
+        )
         if tenants is not None:
             metrics.add(lambda: tenant_families(consumer, tenants))
         if self._registrations is not None:
             metrics.registry.register(self._registrations.metrics(has_workers=max_workers > 0))
-        metrics.add(lambda: capacity_families(self._consumer.namespaces.views, self.capacity, max_workers))
         metrics.add(lambda: queue_families(self._decisions))
         texts = "Queries with text, by what became of it"
         metrics.add(lambda: [counter("kvsight_texts", texts, self.renderer.outcomes, "outcome")])

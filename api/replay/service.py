@@ -33,6 +33,7 @@ from indexer.namespaces import Namespaces
 from indexer.replay import Timeline
 from indexer.views import View
 from kv_events.log.moments import LogMoment
+from kv_events.streams import StreamId
 from selection.book import Booked
 from selection.past import PastBook
 from selection.settings import SelectionSettings
@@ -207,14 +208,14 @@ class ReplayService(Service):
             is_resync_requested=lambda _view: False,
             next_step="the log has none at this moment",
             engines={},
-            capacity=lambda _stream, _block_size: {},
+            capacity=_no_capacity,
             booked=lambda stream: found.booked.get(stream, Booked()),
             watch=WorkerHistory.of_past(found.rates, self._marks.changes_before(index)),
             funnel=lambda _now, _range_s: found.funnel,
         )
 
     async def metrics(self) -> bytes:
-        return await metrics_text(ViewMetrics(self.views, self.settings.metrics_max_workers))
+        return await metrics_text(ViewMetrics(self.views, self.settings.metrics_max_workers, _no_capacity))
 
     def amend_document(self, document: dict[str, Any]) -> None:
         for path in _WRITING:
@@ -225,6 +226,10 @@ class ReplayService(Service):
             for operation in operations.values() if shows_moment(path) else ():
                 others = [each for each in operation.get("parameters", []) if each["name"] != "at"]
                 operation["parameters"] = [*others, at]
+
+
+def _no_capacity(_stream: StreamId, _block_size: int) -> dict[str, int]:
+    return {}
 
 
 def _refusing_routes() -> APIRouter:
