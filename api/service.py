@@ -159,7 +159,7 @@ class LiveService(Service):
         self.renderer = PromptRenderer(settings)
         local = LocalAnswers(consumer)
         answerer = local if group is None else group.gatherer
-        parts = answerer, self._may_answer, settings.max_body_bytes, self._tenants, self.renderer.tokens
+        parts = answerer, self._check_ready, settings.max_body_bytes, self._tenants, self.renderer.tokens
         self.endpoints: dict[str, Endpoint] = {**QueryRoutes(*parts).endpoints()}
         self.selection = None
         if group is not None:
@@ -175,7 +175,7 @@ class LiveService(Service):
                 exchange,
                 self.renderer.render,
                 self._tenants,
-                self._may_answer,
+                self._check_ready,
                 settings.max_body_bytes,
             )
             self.endpoints |= self.selection.endpoints()
@@ -210,8 +210,9 @@ class LiveService(Service):
         if self.selection is not None:
             self.routers.append(self.selection.reservations.router())
 
-    def _may_answer(self) -> bool:
-        return self.settings.answer_before_ready or self._consumer.ready
+    def _check_ready(self) -> None:
+        if not (self.settings.answer_before_ready or self._consumer.ready):
+            raise ProblemError(503, ProblemKind.UNAVAILABLE, "the log is not applied yet, see /ready", retry_after_s=1)
 
     def _created_metrics(self, timed_paths: Sequence[str]) -> HttpMetrics:
         consumer, tenants, recording = self._consumer, self._tenants, self._recording

@@ -124,8 +124,8 @@ class FastPath:
             self._routes |= selections  # FastAPI counts those of tenants
         self._fields = fields
         # each request may be sampled, which the kernels of direct connections cannot decide
-        can_be_direct = settings.max_body_bytes >= MAX_REQUEST_BYTES and not with_traces
-        self.direct = KernelConnections(self._plan, self._times, metrics.queries.note) if can_be_direct else None
+        self._can_be_direct = settings.max_body_bytes >= MAX_REQUEST_BYTES and not with_traces
+        self.direct = KernelConnections(self._plan, self._times, metrics.queries.note)
 
     def answer(self, head: Head, data: bytes, start: int) -> bytes | None:
         """Return the answer to the body data[start:], or None if the request must be passed to FastAPI."""
@@ -235,9 +235,11 @@ class FastPath:
     def request_template(self, head: Head, data: bytes, start: int) -> RequestTemplate | None:
         """Return the template of a request that was answered here. None: its connection cannot be direct."""
         is_plain = head.caller.content_type == "application/json" and head.caller.limit is None
-        if is_plain and not head.path:
+        if not (self._can_be_direct and is_plain):
+            return None
+        if not head.path:
             return RequestTemplate.without_body(head, self.heads.generation)
-        if not is_plain or head.path not in self._routes:
+        if head.path not in self._routes:
             return None
         template = self._routes[head.path].templates.read(data, start)
         found = None if template is None else RequestTemplate.of(head, template, self.heads.generation)

@@ -1,6 +1,5 @@
 """POST /explain: why each worker holds no more of a prompt, from the log that the service keeps."""
 
-import asyncio
 import logging
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from analysis.explain.asked_prompt import EXIT_REFUSED, ExplainError, ExplainJob
 from api.background import run_in_daemon_thread
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import BodyFormat, decode_as, is_large, slimmed
+from api.queries.body_formats import BodyFormat, LargeBodies, decode_as, slimmed
 from api.queries.parsing import BY_ANY, decode_question
 from api.queries.routes import RawEndpoint, json_response
 from kv_events.errors import InvalidValueError
@@ -42,6 +41,7 @@ class ExplainRoute:
         self._folder = folder
         self._timeout_s = timeout_s
         self._is_busy = False
+        self._in_thread = LargeBodies().in_thread
         self._process: Popen[bytes] | None = None
 
     def endpoints(self) -> dict[str, RawEndpoint]:
@@ -60,12 +60,28 @@ class ExplainRoute:
             raise ProblemError(429, ProblemKind.EXPLAINING, detail, retry_after_s=_BUSY_RETRY_S)
         self._is_busy = True
         try:
-            job = await _job(body, body_format, self._folder, self._timeout_s, self._present())
+            job = await self._job(self._folder, body, body_format)
             return json_response(await run_in_daemon_thread(lambda: self._explained(job)))
         finally:
             self._is_busy = False
             if self._process is not None:
                 self._process.kill()  # harmless if it has ended; it has not if the service stops
+
+    async def _job(self, folder: Path, body: bytes | bytearray, body_format: BodyFormat) -> ExplainJob:
+        """Decode and check a request. Raises ProblemError."""
+        present = self._present()
+        request, question, numbers = await self._in_thread(body, _decoded, body, body_format)
+        if len(numbers) > MAX_NUMBERS:
+            fault = InvalidValueError(f"len({question.field})", len(numbers), f"at most {MAX_NUMBERS}")
+            raise ProblemError.of_value(fault)
+        return ExplainJob(
+            folder=str(folder),
+            query=question,
+            numbers=numbers.tobytes(),
+            named=request.worker,
+            moment=present if request.at is None else LogMoment(time_s=request.at),
+            timeout_s=self._timeout_s,
+        )
 
     def _explained(self, job: ExplainJob) -> bytes:
         """Return the explanation as JSON. Raises ProblemError."""
@@ -87,28 +103,6 @@ class ExplainRoute:
             detail = "the explanation failed; the service's log says why"
             raise ProblemError(503, ProblemKind.UNAVAILABLE, detail)
         return answer
-
-
-async def _job(
-    body: bytes | bytearray, body_format: BodyFormat, folder: Path, timeout_s: float, present: LogMoment
-) -> ExplainJob:
-    """Decode and check a request. present: its moment, unless it names one. Raises ProblemError."""
-    if is_large(body):
-        request, question, numbers = await asyncio.to_thread(_decoded, body, body_format)
-    else:
-        request, question, numbers = _decoded(body, body_format)
-    if len(numbers) > MAX_NUMBERS:
-        fault = InvalidValueError(f"len({question.field})", len(numbers), f"at most {MAX_NUMBERS}")
-        raise ProblemError.of_value(fault)
-    moment = present if request.at is None else LogMoment(time_s=request.at)
-    return ExplainJob(
-        folder=str(folder),
-        query=question,
-        numbers=numbers.tobytes(),
-        named=request.worker,
-        moment=moment,
-        timeout_s=timeout_s,
-    )
 
 
 def _decoded(body: bytes | bytearray, body_format: BodyFormat) -> tuple[ExplainRequest, ParsedQuery, PromptArray]:

@@ -46,16 +46,16 @@ class QueryRoutes:
     def __init__(
         self,
         answerer: Answerer,
-        is_ready: Callable[[], bool],
+        check_ready: Callable[[], None],
         max_body_bytes: int,
         tenants: TenantRates | None = None,
         tokens_of: TokensOf | None = None,
     ) -> None:
-        """is_ready: whether queries may be answered yet. tenants: bounds on their queries, if any. tokens_of: see
-        `TokensOf`. None: prompts must not be text.
+        """check_ready: raises ProblemError (503) if nothing may be answered yet. tenants: bounds on their queries, if
+        any. tokens_of: see `TokensOf`. None: prompts must not be text.
         """
         self._answerer = answerer
-        self._is_ready = is_ready
+        self._check_log = check_ready
         self._max_body_bytes = max_body_bytes
         self._tenants = tenants
         self._tokens_of = tokens_of
@@ -115,8 +115,7 @@ class QueryRoutes:
 
     def _check_ready(self) -> None:
         self._answerer.check_ready()
-        if not self._is_ready():
-            raise ProblemError(503, ProblemKind.UNAVAILABLE, "the log is not applied yet, see /ready", retry_after_s=1)
+        self._check_log()
 
     async def _admitted(
         self, data: Data, body_format: BodyFormat, fields: Collection[str]

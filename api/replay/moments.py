@@ -16,7 +16,6 @@ from api.decisions.window import WINDOW_S, DecisionWindow
 from api.page.worker_history import INTERVAL_S, NUM_INTERVALS, CountedRates
 from api.problems import ProblemError, ProblemKind
 from indexer.replay import PastRecords, Replay, Timeline
-from indexer.settings import IndexerSettings
 from kv_events.codec import batch_or_none
 from kv_events.decisions import DecisionRecord
 from kv_events.errors import InvalidValueError, KvsightError, RecordRejectedError
@@ -173,12 +172,12 @@ class OpenMoments:
     A moment that nobody reads is moved forward to a later one near by, which is quicker than to open it.
     """
 
-    def __init__(self, folder: Path, default: LogMoment, settings: IndexerSettings | None = None) -> None:
+    def __init__(self, folder: Path, default: LogMoment) -> None:
         """default: the moment of requests that name none.
 
         Raises EventLogError if there is no log, OutsideTheLogError if the default is outside, or OSError.
         """
-        self._timeline = Timeline(folder, settings)  # used by one thread at a time, while it holds `_working`
+        self._timeline = Timeline(folder)  # used by one thread at a time, while it holds `_working`
         self.extent = self._timeline.extent
         self.default = default
         if default.offsets is not None:

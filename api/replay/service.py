@@ -175,7 +175,7 @@ class ReplayService(Service):
         self._decisions = DecisionHistory(folder)
         self._book = PastBook(folder, selection)
         explain = ExplainRoute(folder, settings.explain_timeout_s, lambda: present_moment().moment)
-        queries = QueryRoutes(LocalAnswers(self.views), lambda: True, settings.max_body_bytes)
+        queries = QueryRoutes(LocalAnswers(self.views), lambda: None, settings.max_body_bytes)
         self.endpoints: dict[str, Endpoint] = {**queries.endpoints(), **explain.endpoints()}
         past = past_routes(self._moments, self._marks, folder.name, damage)
         self.routers = [worker_routes(self.views), past, _refusing_routes()]

@@ -100,18 +100,13 @@ class SelectionPlan(NamedTuple):
         return self.table.answer_bytes
 
 
-class DirectSteps(NamedTuple):
-    """What records of the steps of a replica have in common, and room for those of one call."""
-
-    table: StepTable
-    pinned: StepTable
-
-
 class StepPlan(NamedTuple):
     """How requests are answered that say the same of different reservations."""
 
     book: Book
-    steps: DirectSteps
+    table: StepTable
+    pinned: StepTable
+    """See `direct_steps`."""
     step: str
     now: float
     """In seconds since 1970."""
@@ -125,25 +120,25 @@ class StepPlan(NamedTuple):
 
     def answer_requests(self, sockets: SocketBuffers, count: int, head_size: int, _times: Times) -> int:
         """Call `follow_requests`."""
-        step, (table, pinned), times = STEPS.index(self.step), self.steps, (self.now, self.book.ttl_s)
-        answered = follow_requests(sockets, count, head_size, self.book.pinned, pinned, step, times)
-        num_steps, num_prefills, num_bytes = table.made.tolist()
+        step, times = STEPS.index(self.step), (self.now, self.book.ttl_s)
+        answered = follow_requests(sockets, count, head_size, self.book.pinned, self.pinned, step, times)
+        num_steps, num_prefills, num_bytes = self.table.made.tolist()
         if num_steps:
             kinds = Counter({self.step: num_steps})
             kinds[RELEASED] += num_prefills
-            self.put(kinds, table.records[:num_bytes].tobytes())
+            self.put(kinds, self.table.records[:num_bytes].tobytes())
         return answered
 
 
-def direct_steps(replica: str, answer: bytes) -> DirectSteps:
-    """Return what is needed for the steps that a replica notes. answer: to each of the requests."""
+def direct_steps(replica: str, answer: bytes) -> tuple[StepTable, StepTable]:
+    """Return the table of the steps that a replica notes, and the same pinned. answer: to each of the requests."""
     packed = msgspec.msgpack.encode
     _, opening = record_openings(replica)
     pieces = opening, *(packed(step) + packed(None) for step in STEPS), AT_PREFILL.encode()
     most_bytes = 2 * MOST_AT_ONCE * (len(opening) + MAX_REQUEST_ID_BYTES + _BYTES_PER_RECORD)
     rooms = np.zeros(3, np.int64), np.zeros(most_bytes, np.uint8), np.zeros(MAX_REQUEST_ID_BYTES, np.uint8)
     table = StepTable(texts(pieces), *rooms, np.frombuffer(bytearray(answer), np.uint8))
-    return DirectSteps(table, pin(table))
+    return table, pin(table)
 
 
 def direct_table(

@@ -65,15 +65,18 @@ class Reservations:
         served: ViewSource,
         rosters: Rosters,
         exchange: ReservationExchange,
-        is_ready: Callable[[], bool],
+        check_ready: Callable[[], None],
         max_body_bytes: int,
     ) -> None:
-        """exchange: gets each record after it was applied to its book. is_ready: whether workers may be chosen yet."""
+        """exchange: gets each record after it was applied to its book.
+
+        check_ready: raises ProblemError (503) if no worker may be chosen yet.
+        """
         self._served = served
         self._exchange = exchange
         self.book = exchange.book
         self._rosters = rosters
-        self._is_ready = is_ready
+        self._check_log = check_ready
         self._max_body_bytes = max_body_bytes
         self.in_thread = LargeBodies().in_thread
         """For bodies of the selection service."""
@@ -85,8 +88,7 @@ class Reservations:
     def namespace(self, model: str, tenant: str) -> Namespace:
         """Return the namespace of a model. Raises ProblemError (503, 409)."""
         self._check_ready()
-        if not self._is_ready():
-            raise ProblemError(503, ProblemKind.UNAVAILABLE, "the log is not applied yet, see /ready", retry_after_s=1)
+        self._check_log()
         found = self._served.namespaces.find(model, tenant)
         if not found:
             detail = f"no schedulable workers for model={model} routing_group={tenant}"
@@ -225,7 +227,7 @@ class Reservations:
     def _plan_steps(self, step: bytes | None) -> StepPlan | None:
         if self._exchange.why_not_ready():
             return None  # FastAPI's route reports it
-        return StepPlan(self.book, self._steps, _step_of(step), self._served.now(), self._exchange.put_joined)
+        return StepPlan(self.book, *self._steps, _step_of(step), self._served.now(), self._exchange.put_joined)
 
     def router(self) -> APIRouter:
         """Return the routes whose paths have parameters."""

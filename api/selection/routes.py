@@ -50,16 +50,16 @@ class SelectionRoutes:
         exchange: ReservationExchange,
         render: Render,
         tenants: TenantRates | None,
-        is_ready: Callable[[], bool],
+        check_ready: Callable[[], None],
         max_body_bytes: int,
     ) -> None:
         """exchange: has the book, and gets each record after it was applied. tenants: bounds on their requests, if any.
 
-        is_ready: whether workers may be chosen yet.
+        check_ready: raises ProblemError (503) if no worker may be chosen yet.
         """
         rosters = Rosters(exchange.book, directory)
         self.exchange = exchange
-        self.reservations = Reservations(served, rosters, exchange, is_ready, max_body_bytes)
+        self.reservations = Reservations(served, rosters, exchange, check_ready, max_body_bytes)
         self._served = served
         self._selector = Selector(
             rosters, partial(create_policy, settings.policy), exchange.replica, exchange.book.__contains__
