@@ -10,7 +10,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
-from types import MappingProxyType
 from typing import Any, Generic, NamedTuple
 
 from api.access.rate_limits import RateLimit, TenantRates
@@ -81,10 +80,10 @@ class FastPath:
         tokens: TokenRegistry,
         metrics: HttpMetrics,
         answers: LocalAnswers,
-        tenants: TenantRates | None = None,
-        group: GroupAnswers | None = None,
-        selections: Mapping[str, TextRoute[Any]] = MappingProxyType({}),
-        bodyless: BodylessRoute | None = None,
+        tenants: TenantRates | None,
+        group: GroupAnswers | None,
+        selections: Mapping[str, TextRoute[Any]],
+        bodyless: BodylessRoute | None,
     ) -> None:
         """tenants: bounds on their queries, if any. group: how a member of a group answers. None: `answers` does.
 

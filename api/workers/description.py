@@ -45,12 +45,6 @@ class Cause(NamedTuple):
         return remedy(self.text)
 
     @classmethod
-    def of_view(cls, served: ViewSource, view: View, engine: EngineStatus | None) -> Cause:
-        """engine: the reader of the view's engine."""
-        is_live = served.freshness.state(view) is ViewState.LIVE
-        return cls("", None) if is_live else cls.of(served.reason(view), view.stream, engine)
-
-    @classmethod
     def of(cls, reason: str, stream: StreamId, engine: EngineStatus | None) -> Cause:
         """Return what is known best. reason: why the view is not live; "new": it has no batch. engine: its reader."""
         if engine is None:
@@ -188,12 +182,12 @@ def _by_worker(namespace: Namespace) -> dict[str, list[View]]:
 
 
 def _worker(served: ViewSource, worker: WorkerStreams, record: WorkerRecord, readers: Engines) -> Worker:
-    now, key = served.now(), worker.key
-    known = {view.stream.dp_rank: _listener(served, view, readers, now) for view in worker.views}
+    key = worker.key
+    known = {view.stream.dp_rank: listener_of(served, view, readers) for view in worker.views}
     listeners = dict(sorted((known | worker.unheard).items()))
     groups: dict[str, dict[int, Listener]] = {}
     for group, view in worker.groups:
-        groups.setdefault(group, {})[view.stream.dp_rank] = _listener(served, view, {}, now)
+        groups.setdefault(group, {})[view.stream.dp_rank] = listener_of(served, view, {})
     statuses = {each.status for each in listeners.values()} or {"pending"}
     return Worker(
         **(structs.asdict(record) | {"block_size": key.block_size}),
@@ -208,15 +202,16 @@ def _worker(served: ViewSource, worker: WorkerStreams, record: WorkerRecord, rea
     )
 
 
-def _listener(served: ViewSource, view: View, readers: Engines, now: float) -> Listener:
-    state, engine = served.freshness.state(view), readers.get(view.stream)
-    cause = Cause.of_view(served, view, engine)
+def listener_of(served: ViewSource, view: View, readers: Engines) -> Listener:
+    """Return what is known of a stream. readers: see `readers_of`."""
+    state, engine, reason = served.freshness.state(view), readers.get(view.stream), served.reason(view)
+    cause = Cause("", None) if state is ViewState.LIVE else Cause.of(reason, view.stream, engine)
     return Listener(
         endpoint=view.stream.key if engine is None else engine.engine.endpoint,
         status=_status(engine, state),
         state=state.value,
-        stale_reason=served.reason(view),
-        age_ms=age_ms(view.last_batch_at, now),
+        stale_reason=reason,
+        age_ms=age_ms(view.last_batch_at, served.now()),
         epoch=view.epoch,
         seq=view.next_seq - 1,
         pages={medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
