@@ -159,7 +159,7 @@ class LiveService(Service):
         self.renderer = PromptRenderer(settings)
         local = LocalAnswers(consumer)
         answerer = local if group is None else group.gatherer
-        parts = answerer, self._check_ready, settings.max_body_bytes, self._tenants, self.renderer.tokens
+        parts = answerer, self._check_ready, settings.max_body_bytes, self._tenants, self.renderer
         self.endpoints: dict[str, Endpoint] = {**QueryRoutes(*parts).endpoints()}
         self.selection = None
         if group is not None:
@@ -173,7 +173,7 @@ class LiveService(Service):
                 chosen,
                 self._records,
                 exchange,
-                self.renderer.render,
+                self.renderer,
                 self._tenants,
                 self._check_ready,
                 settings.max_body_bytes,

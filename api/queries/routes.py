@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -16,9 +16,13 @@ from starlette.types import Receive, Scope, Send
 
 from api.access.rate_limits import OF_REQUEST, TenantRates
 from api.problems import ProblemError, ProblemKind
+from api.prompts.bodies import ROUTES
+from api.prompts.renderer import PromptRenderer
 from api.queries.answers import MISSING_HEADER, Answerer
 from api.queries.body_formats import (
     JSON,
+    MAX_FIELDS,
+    NUMBERS,
     Body,
     BodyFormat,
     Data,
@@ -28,13 +32,13 @@ from api.queries.body_formats import (
     format_of,
 )
 from api.queries.parsing import BY_ANY, BY_HASH, BY_TOKENS, decode_question
-from api.queries.text import TokensOf, has_text, without_text
 from indexer.slices import Slices
+from kv_events.errors import InvalidValueError
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
-from kv_events.http.queries import Missing
+from kv_events.http.queries import Missing, PeerQuery, RfcQuery
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+MAX_TEXT_BYTES = 8 * 2**20
+"""Largest body with text: images may be in it."""
 
 Handler = Callable[[Body, BodyFormat], Awaitable[Response]]
 _REQUEST: ContextVar[Request] = ContextVar("request")  # of the route that runs
@@ -49,16 +53,16 @@ class QueryRoutes:
         check_ready: Callable[[], None],
         max_body_bytes: int,
         tenants: TenantRates | None = None,
-        tokens_of: TokensOf | None = None,
+        renderer: PromptRenderer | None = None,
     ) -> None:
         """check_ready: raises ProblemError (503) if nothing may be answered yet. tenants: bounds on their queries, if
-        any. tokens_of: see `TokensOf`. None: prompts must not be text.
+        any. renderer: makes the tokens of text. None: prompts must not be text.
         """
         self._answerer = answerer
         self._check_log = check_ready
         self._max_body_bytes = max_body_bytes
         self._tenants = tenants
-        self._tokens_of = tokens_of
+        self._renderer = renderer
         self._in_thread = LargeBodies().in_thread
 
     def endpoints(self) -> dict[str, RawEndpoint]:
@@ -72,11 +76,11 @@ class QueryRoutes:
 
     async def _query(self, fields: Collection[str], body: Body, body_format: BodyFormat) -> Response:
         self._check_ready()
-        tokens_of = self._tokens_of if fields is BY_TOKENS else None
-        if tokens_of is not None and await self._in_thread(body, has_text, body, body_format):
+        renderer = self._renderer if fields is BY_TOKENS else None
+        if renderer is not None and await self._in_thread(body, has_text, body, body_format):
             given = await self._in_thread(body, decode_as, dict, body, body_format)
             asked = await self._admitted(without_text(given, body_format), body_format, fields)  # before the engine
-            rendered = await tokens_of(given)
+            rendered = await renderer.tokens(given)
             asked = replace(asked[0], media=rendered.media), rendered.token_ids
         else:
             asked = await self._admitted(body, body_format, fields)
@@ -125,6 +129,26 @@ class QueryRoutes:
         if self._tenants is not None and self._answerer.knows(asked[0]):
             self._tenants.admit(asked[0])
         return asked
+
+
+def has_text(body: Body, form: BodyFormat) -> bool:
+    """Return whether a query has text and no numbers. Raises ProblemError (422) if it is too large for text."""
+    data = memoryview(body)
+    names = {form.name(data[begin:end]) for begin, end, *_ in form.parts(data, MAX_FIELDS, is_object=True) or ()}
+    found = not names.isdisjoint(ROUTES) and names.isdisjoint(NUMBERS)
+    if found and len(body) > MAX_TEXT_BYTES:
+        raise ProblemError.of_value(InvalidValueError("len(body)", len(body), f"at most {MAX_TEXT_BYTES} with text"))
+    return found
+
+
+def without_text(given: Mapping[Any, Any], form: BodyFormat) -> bytes:
+    """Return the same query about no tokens. Without `block_size` it is in Dynamo's dialect."""
+    is_peer = "model_name" in given or "block_size" not in given
+    fields = (PeerQuery if is_peer else RfcQuery).__struct_fields__
+    query = {name: given[name] for name in fields if name in given}
+    if is_peer and "model" in given:
+        query.setdefault("model_name", given["model"])
+    return form.encode({**query, "token_ids": []})
 
 
 class RawEndpoint:

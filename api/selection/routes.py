@@ -16,20 +16,19 @@ from api.fast.fast_path import TextRoute
 from api.fast.templates import TemplateCache
 from api.fast.writer import AnswerWriter, prompt_of
 from api.problems import ProblemError, ProblemKind
+from api.prompts.renderer import PromptRenderer
 from api.queries.body_formats import JSON, Body, BodyFormat, decode_as
-from api.queries.routes import Handler, RawEndpoint, check_connected, json_response
-from api.queries.text import has_text
+from api.queries.routes import Handler, RawEndpoint, check_connected, has_text, json_response
 from api.selection.answers import loads_of, overlaps_of, selection_of
 from api.selection.direct import SelectionPlan, direct_table, session_text
 from api.selection.kernels.record import NUM_RECORDS
-from api.selection.requests import Render, decoded, decoded_text, question_of, rendered_prompt
+from api.selection.requests import decoded, decoded_text, question_of, rendered_prompt
 from api.selection.reservations import Reservations, check_id
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
 from kv_events.http.selection import Selection, SelectRequest
 from kv_events.limits import MAX_REQUEST_ID_BYTES
 from selection.exchange import ReservationExchange
-from selection.policies import create_policy
 from selection.roster import Directory, Found, Rosters, Weighed
 from selection.selector import NoCandidateError, Selector, session_of
 from selection.settings import SelectionSettings
@@ -48,7 +47,7 @@ class SelectionRoutes:
         settings: SelectionSettings,
         directory: Directory,
         exchange: ReservationExchange,
-        render: Render,
+        renderer: PromptRenderer,
         tenants: TenantRates | None,
         check_ready: Callable[[], None],
         max_body_bytes: int,
@@ -61,10 +60,8 @@ class SelectionRoutes:
         self.exchange = exchange
         self.reservations = Reservations(served, rosters, exchange, check_ready, max_body_bytes)
         self._served = served
-        self._selector = Selector(
-            rosters, partial(create_policy, settings.policy), exchange.replica, exchange.book.__contains__
-        )
-        self._render = render
+        self._selector = Selector(rosters, settings.policy, exchange.replica, exchange.book)
+        self._renderer = renderer
         self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._writer = AnswerWriter()
@@ -175,7 +172,7 @@ class SelectionRoutes:
         if await self.reservations.in_thread(body, has_text, body, body_format):
             request, given = await self.reservations.in_thread(body, decoded_text, body, body_format)
             self._admit(request)  # before an engine is asked
-            prompt = await rendered_prompt(request, given, self._render)
+            prompt = await rendered_prompt(request, given, self._renderer)
             await check_connected()  # nobody would release what is booked
         else:
             request, prompt = await self.reservations.in_thread(body, decoded, SelectRequest, body, body_format)
