@@ -28,7 +28,7 @@ from api.queries.explain import ExplainRoute
 from api.queries.routes import QueryRoutes
 from api.selection.routes import SelectionRoutes
 from api.settings import ApiSettings, RegistrationSettings
-from api.telemetry.families import counter, recording_families
+from api.telemetry.families import counter, gauge, recording_families
 from api.telemetry.requests import TraceRequests
 from api.telemetry.service_metrics import (
     HttpMetrics,
@@ -217,9 +217,8 @@ class LiveService(Service):
     def _created_metrics(self, timed_paths: Sequence[str]) -> HttpMetrics:
         consumer, tenants, recording = self._consumer, self._tenants, self._recording
         max_workers = self.settings.metrics_max_workers
-        metrics = HttpMetrics(
-            consumer, timed_paths, lambda: self.feed.num_clients, max_workers, lambda *of: self.capacity(*of)
-        )
+        metrics = HttpMetrics(consumer, timed_paths, max_workers, lambda *of: self.capacity(*of))
+        metrics.add(lambda: [gauge("kvsight_event_clients", "Callers of GET /events", self.feed.num_clients)])
         if tenants is not None:
             metrics.add(lambda: tenant_families(consumer, tenants))
         if self._registrations is not None:

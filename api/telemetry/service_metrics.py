@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -64,18 +64,9 @@ _STREAM_COUNTERS = {
 class HttpMetrics:
     """Metrics of one application, in their own registry."""
 
-    def __init__(
-        self,
-        consumer: Consumer,
-        timed_paths: Collection[str],
-        num_listening: Callable[[], int],
-        max_workers: int,
-        capacity: Capacity,
-    ) -> None:
-        """num_listening: counts the callers of /events. max_workers, capacity: see `ViewMetrics`."""
+    def __init__(self, consumer: Consumer, timed_paths: Collection[str], max_workers: int, capacity: Capacity) -> None:
+        """max_workers, capacity: see `ViewMetrics`."""
         self.registry = CollectorRegistry()
-        listening = Gauge("kvsight_event_clients", "Callers of GET /events", registry=self.registry)
-        listening.set_function(num_listening)
         self.add(lambda: consumer_families(consumer))
         self.registry.register(ViewMetrics(consumer, max_workers, capacity))
         self.queries = QueryMetrics(timed_paths)
