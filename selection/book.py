@@ -6,6 +6,7 @@ applied twice changes nothing. A reservation of which nothing was heard for the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from kv_events.errors import KvsightError
 from kv_events.kernels.bundles import pin
 from kv_events.kernels.load import load
 from kv_events.kernels.page_table import num_live
+from kv_events.limits import MAX_REQUEST_ID_BYTES
 from kv_events.reservations import STEPS, ReservationRecord, Reserved, reservation_id, time_of
 from kv_events.streams import StreamId
 from selection.kernels import reservations as kernels
@@ -80,6 +82,13 @@ class Book:
 
     def __contains__(self, reservation_id: str) -> bool:
         return self._entry(reservation_id) != kernels.NONE
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the ids of all reservations, those that expire first before others."""
+        for entry in self._entries().tolist():
+            begin = entry * MAX_REQUEST_ID_BYTES
+            size = self.columns.numbers.item(entry, kernels.NAME_BYTES)
+            yield self.columns.texts[begin : begin + size].tobytes().decode()
 
     def output_blocks(self, reservation_id: str) -> int:
         """Return how many pages of output a reservation has, 0 if it is unknown or has ended."""
