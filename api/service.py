@@ -211,6 +211,8 @@ class LiveService(Service):
             self.routers.append(self.selection.reservations.router())
 
     def _check_ready(self) -> None:
+        if self._group is not None:
+            self._group.gatherer.check_ready()
         if not (self.settings.answer_before_ready or self._consumer.ready):
             raise ProblemError(503, ProblemKind.UNAVAILABLE, "the log is not applied yet, see /ready", retry_after_s=1)
 

@@ -22,9 +22,6 @@ class LocalAnswers:
         self._served = served
         self._writer = AnswerWriter()
 
-    def check_ready(self) -> None:
-        """Do nothing: views can be read at any time."""
-
     def knows(self, question: ParsedQuery) -> bool:
         """Return whether the model has workers."""
         return bool(self._served.namespaces.find(question.model, question.tenant))

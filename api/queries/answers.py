@@ -36,9 +36,6 @@ class Answered(NamedTuple):
 class Answerer(Protocol):
     """Answers queries. Belongs to the event loop of the consumer."""
 
-    def check_ready(self) -> None:
-        """Raise ProblemError (503) if nothing can be answered yet."""
-
     def knows(self, question: ParsedQuery) -> bool:
         """Return whether the model has workers."""
 

@@ -59,7 +59,7 @@ class QueryRoutes:
         any. renderer: makes the tokens of text. None: prompts must not be text.
         """
         self._answerer = answerer
-        self._check_log = check_ready
+        self._check_ready = check_ready
         self._max_body_bytes = max_body_bytes
         self._tenants = tenants
         self._renderer = renderer
@@ -116,10 +116,6 @@ class QueryRoutes:
         body = b'{"results":[' + b",".join(parts) + b"]" + tail + b"}"
         headers = _header_of(missing)
         return Response(body, headers=headers, media_type="application/json")
-
-    def _check_ready(self) -> None:
-        self._answerer.check_ready()
-        self._check_log()
 
     async def _admitted(
         self, data: Data, body_format: BodyFormat, fields: Collection[str]
