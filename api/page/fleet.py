@@ -34,10 +34,8 @@ class FleetAnswer(NamedTuple):
 
     fleet: Fleet
     """Without workers."""
-    names: list[str]
-    """In the order of the answer."""
-    encoded: list[msgspec.Raw]
-    """The workers as JSON."""
+    workers: list[tuple[str, msgspec.Raw]]
+    """Name and JSON of each worker, in the order of the answer."""
 
     def select(self, limit: int, contains: str, worker: str | None) -> bytes:
         """Return `Fleet` as JSON, with at most `limit` workers.
@@ -45,11 +43,7 @@ class FleetAnswer(NamedTuple):
         contains: a part of their names, in any case. worker: their name. None: any.
         """
         part = contains.lower()
-        found = [
-            each
-            for name, each in zip(self.names, self.encoded, strict=True)
-            if part in name.lower() and worker in (None, name)
-        ]
+        found = [each for name, each in self.workers if part in name.lower() and worker in (None, name)]
         fields = msgspec.structs.asdict(self.fleet)
         return _encoder.encode({**fields, "num_selected": len(found), "workers": found[:limit]})
 
@@ -65,7 +59,7 @@ def describe_fleet(scene: PageState) -> Generator[None, None, FleetAnswer]:
     workers.sort(key=_order)
     encoded = []
     for worker in workers:
-        encoded.append(msgspec.Raw(_encoder.encode(worker)))
+        encoded.append((worker.worker, msgspec.Raw(_encoder.encode(worker))))
         yield
     level, parts = verdict(workers, now, scene.views.why_not_ready(), scene.next_step)
     fleet = Fleet(
@@ -80,7 +74,7 @@ def describe_fleet(scene: PageState) -> Generator[None, None, FleetAnswer]:
         interval_s=INTERVAL_S,
         workers=[],
     )
-    return FleetAnswer(fleet, [worker.worker for worker in workers], encoded)
+    return FleetAnswer(fleet, encoded)
 
 
 def _order(worker: FleetWorker) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import fields
 from itertools import accumulate
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,15 +40,9 @@ _LABELS = ("model", "tenant", "worker")
 Counts = NDArray[np.int64]
 
 
-class WorkerLabels(NamedTuple):
-    """Labels of a worker's series. Group streams of hybrid models have a model label of their own."""
-
-    model: str
-    tenant: str
-    worker: str
-
-
-OTHER = WorkerLabels("other", "other", "other")
+WorkerLabels: TypeAlias = tuple[str, str, str]
+"""Model, tenant and name of a worker. Group streams of hybrid models have a model of their own."""
+OTHER: WorkerLabels = "other", "other", "other"
 """Labels of all workers beyond the limit."""
 
 
@@ -221,7 +215,7 @@ class ViewMetrics(Collector):
     def _worker_families(self, views: Sequence[View], growth: Counts) -> Iterator[Metric]:
         """Yield sums over the ranks of each worker. A worker keeps its series as long as it has a view."""
         served, now = self._served, self._served.now()
-        workers = [WorkerLabels(*view.stream[:3]) for view in views]
+        workers = [view.stream[:3] for view in views]
         self._choose(dict.fromkeys(workers))
         held = {labels: [0] * len(MEDIA) for labels in self._of_workers}
         found: dict[WorkerLabels, dict[WorkerLabels, ViewState]] = {labels: {} for labels in self._of_workers}
