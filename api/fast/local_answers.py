@@ -38,7 +38,7 @@ class LocalAnswers:
             except ProblemError as problem:
                 answers.append(problem)
             await slices.yield_if_due()
-        return Answered(answers, [])
+        return answers, []
 
     def answer_one(self, question: ParsedQuery, numbers: PromptArray) -> bytes:
         """Return the answer as JSON. numbers: those of the prompt. Raises ProblemError."""

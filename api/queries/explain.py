@@ -106,7 +106,8 @@ class ExplainRoute:
 
 
 def _decoded(body: bytes | bytearray, body_format: BodyFormat) -> tuple[ExplainRequest, ParsedQuery, PromptArray]:
-    request = decode_as(ExplainRequest, slimmed(body, body_format).rest, body_format)
+    rest, _ = slimmed(body, body_format)
+    request = decode_as(ExplainRequest, rest, body_format)
     return request, *decode_question(body, body_format, BY_ANY)
 
 
