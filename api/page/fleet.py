@@ -193,7 +193,7 @@ def _rank(
         remedy=listener.remedy,
         since=listener.cause_since or (changes[0].time if changes else None),
         age_s=listener.age_ms / 1000,
-        agreed_at=(view and view.agreed_at) or None,
+        agreed_at=None if view is None else view.agreed_at or None,
         missing_batches=0 if view is None else view.missing_batches + _lost_by_engine(view),
         is_resync_requested=view is not None and scene.is_resync_requested(view),
         epoch=listener.epoch,
