@@ -49,22 +49,16 @@ _OPENINGS = b'","sequence_hashes":[', b'],"isl_tokens":', b',"track_prefill_toke
 _NO_RECORD = RecordTexts(texts(()), texts(()), np.zeros(0, np.int32))
 
 
-class DirectTable(NamedTuple):
-    """What answers say about a roster."""
-
-    pinned: SelectionTable
-    choices: BookedChoices
-    """Those of the table."""
-    answer_bytes: int
-    """Bound on the size of an answer."""
-
-
 class SelectionPlan(NamedTuple):
     """How requests are answered that ask the same about different prompts."""
 
     found: Plan
     scale: float  # see `least_work`
-    table: DirectTable
+    table: SelectionTable
+    choices: BookedChoices
+    """Those of the table."""
+    answer_bytes: int
+    """See `direct_table`."""
     name: int
     """Number of the first reservation."""
     moments: tuple[float, float, float]
@@ -86,18 +80,13 @@ class SelectionPlan(NamedTuple):
         if self.allowed is not None:
             self.is_allowed[:] = self.allowed
         try:
-            answered = select_requests(sockets, sizes, *query, self.table.pinned, choice, self.session)
+            answered = select_requests(sockets, sizes, *query, self.table, choice, self.session)
         finally:
             if self.allowed is not None:
                 self.is_allowed[:] = True
-        if self.table.choices.made[NUM_RECORDS]:
+        if self.choices.made[NUM_RECORDS]:
             self.note()
         return answered
-
-    @property
-    def answer_bytes(self) -> int:
-        """See `DirectTable`."""
-        return self.table.answer_bytes
 
 
 class StepPlan(NamedTuple):
@@ -143,8 +132,11 @@ def direct_steps(replica: str, answer: bytes) -> tuple[StepTable, StepTable]:
 
 def direct_table(
     roster: Roster, book: Book, namespace: Namespace, selector: Selector | None, *, is_explained: bool
-) -> DirectTable:
-    """Return what answers say about a roster. selector: names reservations. None: nothing is booked."""
+) -> tuple[SelectionTable, BookedChoices, int]:
+    """Return what answers say about a roster, pinned; the choices in it; and a bound on the size of an answer.
+
+    selector: names reservations. None: nothing is booked.
+    """
     (model, tenant, block_size), beginnings, pieces = namespace.key, list[bytes](), list[bytes]()
     openings, opening, choices, record = list[bytes](), b"{", make_choices(0, 0, 0), _NO_RECORD
     if selector is not None:
@@ -188,7 +180,7 @@ def direct_table(
         np.zeros(len(beginnings)),
         np.zeros(most_bytes, np.uint8),
     )
-    return DirectTable(pin(table), choices, most_bytes)
+    return pin(table), choices, most_bytes
 
 
 def _candidate_pieces(rank: StreamId) -> list[bytes]:

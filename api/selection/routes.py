@@ -117,19 +117,20 @@ class SelectionRoutes:
         if kind not in roster.kept:
             books = selector if is_reserving else None
             roster.kept[kind] = direct_table(roster, book, namespace, books, is_explained=request.explain)
-        table, found = roster.kept[kind], self._writer.plan(question_of(request, "token_ids"), namespace)
+        table = _, choices, _ = roster.kept[kind]
+        found = self._writer.plan(question_of(request, "token_ids"), namespace)
 
         def note() -> None:
             if not request.selection_id:
-                selector.num_named += table.choices.made.item(NUM_RECORDS)
-            self.reservations.note(table.choices, roster.ranks, now)
+                selector.num_named += choices.made.item(NUM_RECORDS)
+            self.reservations.note(choices, roster.ranks, now)
 
         moments, first_name = (now, book.held_until(now), book.ttl_s), selector.num_named + 1
         allowed = None
         if request.allowed_worker_ids is not None:
             given = set(map(str, request.allowed_worker_ids))
             allowed = np.array([rank.worker in given for rank in roster.ranks], np.bool_)
-        choice = scale, table, first_name, moments, session_text(session), roster.columns.is_allowed, allowed
+        choice = scale, *table, first_name, moments, session_text(session), roster.columns.is_allowed, allowed
         return SelectionPlan(found, *choice, note)
 
     async def _select(self, body: Body, body_format: BodyFormat, *, is_reserving: bool) -> Response:
