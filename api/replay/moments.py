@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -143,13 +143,8 @@ class OutsideTheLogError(KvsightError):
     """A moment is before or behind the records of a log."""
 
 
-class History(NamedTuple):
-    """What preceded a moment."""
-
-    rates: CountedRates
-    funnel: DecisionFunnel
-    booked: Mapping[StreamId, Booked]
-    """What was reserved on each rank that had reservations."""
+History: TypeAlias = tuple[CountedRates, DecisionFunnel, Mapping[StreamId, Booked]]
+"""What preceded a moment, and what was reserved on each rank that had reservations."""
 
 
 @dataclass(slots=True)

@@ -191,15 +191,15 @@ class ReplayService(Service):
         index, now = opened.views.index, opened.views.now
 
         def history(timeline: Timeline) -> History:
-            return opened.history or History(
+            return opened.history or (
                 self._rates.rates(timeline, now),
                 self._decisions.funnel(timeline, index, now),
                 self._book.at(timeline, opened.moment, opened.views).all_booked(),
             )
 
-        found = opened.history
-        if found is None:
-            found = opened.history = await self._moments.work(history)
+        if opened.history is None:
+            opened.history = await self._moments.work(history)
+        rates, funnel, booked = opened.history
         return PageState(
             key=f"{opened.moment.text} {self._moments.extent.next_index} {self._marks.next_index}",
             is_past=True,
@@ -209,9 +209,9 @@ class ReplayService(Service):
             next_step="the log has none at this moment",
             engines={},
             capacity=_no_capacity,
-            booked=lambda stream: found.booked.get(stream, Booked()),
-            watch=WorkerHistory.of_past(found.rates, self._marks.changes_before(index)),
-            funnel=lambda _now, _range_s: found.funnel,
+            booked=lambda stream: booked.get(stream, Booked()),
+            watch=WorkerHistory.of_past(rates, self._marks.changes_before(index)),
+            funnel=lambda _now, _range_s: funnel,
         )
 
     async def metrics(self) -> bytes:
