@@ -6,6 +6,7 @@ query comes later, because the other members are asked. Their requests are answe
 """
 
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any, Generic, NamedTuple
 
 from api.access.rate_limits import RateLimit, TenantRates
 from api.access.tokens import TokenRegistry
-from api.fast.heads import BodylessLine, Head, HeadReader
+from api.fast.heads import Head, HeadReader
 from api.fast.kernel_connections import DirectPlan, KernelConnections
 from api.fast.kernels.connections import MAX_REQUEST_BYTES
 from api.fast.kernels.query import Times
@@ -62,7 +63,9 @@ class TextRoute(NamedTuple, Generic[Question]):
 class BodylessRoute(NamedTuple):
     """How requests without a body are answered."""
 
-    line: BodylessLine
+    line: re.Pattern[bytes]
+    """Their first line. Its groups: the name after DELETE, or the name after POST and what follows it."""
+    scope: str
     answer: Callable[..., bytes]
     """Gets the groups of the line. Raises ProblemError, and has changed nothing then."""
     direct_plan: Callable[[bytes | None], DirectPlan | None]
@@ -102,7 +105,7 @@ class FastPath:
             max_body_bytes,
             with_traces=with_traces,
             is_allowed_host=settings.is_allowed_host,
-            bodyless=None if bodyless is None else bodyless.line,
+            bodyless=None if bodyless is None else bodyless[:2],
         )
         self._consumer = consumer
         self._answers = answers

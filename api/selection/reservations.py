@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from api.access.guard import scope_of
 from api.fast.fast_path import BodylessRoute
-from api.fast.heads import BodylessLine
 from api.fast.kernels.recognise import NAME_IN_LINE
 from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
@@ -217,8 +216,7 @@ class Reservations:
 
     def bodyless_route(self) -> BodylessRoute:
         """Return how steps without a body are answered in the fast path, as the routes of `router` do."""
-        line = BodylessLine(_STEP, scope_of("DELETE", "/reservations/x"))
-        return BodylessRoute(line, self._answer_step, self._plan_steps)
+        return BodylessRoute(_STEP, scope_of("DELETE", "/reservations/x"), self._answer_step, self._plan_steps)
 
     def _answer_step(self, released: bytes | None, going_on: bytes | None, step: bytes | None) -> bytes:
         self._progress((released or going_on or b"").decode(), _step_of(step))
