@@ -248,8 +248,8 @@ class LiveService(Service):
                     await stack.enter_async_context(part.running())
             writers = (part.running() for part in (self._decisions, exchange) if part is not None)
             await stack.enter_async_context(leaving_together(*writers))
-            for reader in (self._records, self.renderer):
-                await stack.enter_async_context(reader.running())
+            await stack.enter_async_context(self._records.running())
+            stack.push_async_callback(self.renderer.aclose)
             await stack.enter_async_context(self.history.running(self._consumer))
             yield
         if self._spans is not None:

@@ -3,8 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -116,13 +115,9 @@ class PromptRenderer:
         if settings.tokenizer_file is not None:
             self._local = LocalTokenizer(settings.tokenizer_file, settings.tokenize_at_once)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Close the connections after a block."""
-        try:
-            yield
-        finally:
-            await self._http.close()
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.close()
 
     async def render(self, body: Mapping[str, Any], deadline_s: float | None = None) -> Rendered:
         """Return the tokens of a decoded body of OpenAI's or Anthropic's, or why they are not known.
