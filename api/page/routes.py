@@ -119,7 +119,7 @@ def page_routes(open_scene: PageStateAt) -> APIRouter:
         wanted = Wanted(model, tenant, block_size, worker)
         of_all = wanted._replace(worker=None)
         found = await shared.get("residency", (scene.key, of_all), lambda: describe_residency(scene, of_all))
-        if worker is not None and not found.shows_all:
+        if worker is not None and len(found.residency.columns) < found.residency.num_columns:
             found = await shared.get("residency", (scene.key, wanted), lambda: describe_residency(scene, wanted))
         return json_response(found.select(limit, worker))
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from api.background import run_in_daemon_thread
 from api.decisions.window import WINDOW_S, DecisionWindow
-from api.page.worker_history import INTERVAL_S, NUM_INTERVALS, CountedRates
+from api.page.worker_history import INTERVAL_S, NUM_INTERVALS, CountedRates, Rates
 from api.problems import ProblemError, ProblemKind
 from indexer.replay import PastRecords, Replay, Timeline
 from kv_events.codec import batch_or_none
@@ -49,14 +49,14 @@ class RateHistory:
         missing = [number for number in wanted if number not in self._intervals]
         if missing:
             self._count(timeline, missing[0], missing[-1] + 1)
-        found = CountedRates(len(wanted), {})
+        by_stream: dict[StreamId, Rates] = {}
         for row, number in enumerate(wanted):
             for stream, pages in self._intervals[number].items():
-                rates = found.by_stream.setdefault(stream, np.zeros((len(wanted), 2)))
+                rates = by_stream.setdefault(stream, np.zeros((len(wanted), 2)))
                 rates[row] = np.array(pages) / INTERVAL_S
         while len(self._intervals) > _MOST_INTERVALS:
             self._intervals.popitem(last=False)
-        return found
+        return len(wanted), by_stream
 
     def _count(self, timeline: Timeline, first: int, end: int) -> None:
         """Count the intervals [first, end)."""
