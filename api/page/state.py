@@ -1,8 +1,7 @@
 """What there is to show at one moment."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from api.page.worker_history import WorkerHistory
 from api.view_source import Capacity, ViewSource
@@ -34,7 +33,3 @@ class PageState:
     watch: WorkerHistory
     funnel: Callable[[float, float], DecisionFunnel]
     """Returns the funnel of the hour before a time, in seconds since 1970, with a curve of so many seconds."""
-
-
-PageStateAt: TypeAlias = Callable[[str | None], Awaitable[PageState]]
-"""Returns the scene of a moment, the text of `?at=`, or of None, which is now. Raises ProblemError for a bad moment."""
