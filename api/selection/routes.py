@@ -117,7 +117,7 @@ class SelectionRoutes:
         if kind not in roster.kept:
             books = selector if is_reserving else None
             roster.kept[kind] = direct_table(roster, book, namespace, books, is_explained=request.explain)
-        table = _, choices, _ = roster.kept[kind]
+        table, choices, answer_bytes = roster.kept[kind]
         found = self._writer.plan(question_of(request, "token_ids"), namespace)
 
         def note() -> None:
@@ -130,8 +130,8 @@ class SelectionRoutes:
         if request.allowed_worker_ids is not None:
             given = set(map(str, request.allowed_worker_ids))
             allowed = np.array([rank.worker in given for rank in roster.ranks], np.bool_)
-        choice = scale, *table, first_name, moments, session_text(session), roster.columns.is_allowed, allowed
-        return SelectionPlan(found, *choice, note)
+        choice = scale, table, choices, answer_bytes, first_name, moments
+        return SelectionPlan(found, *choice, session_text(session), roster.columns.is_allowed, allowed, note)
 
     async def _select(self, body: Body, body_format: BodyFormat, *, is_reserving: bool) -> Response:
         request, namespace, found = await self._asked(body, body_format)
