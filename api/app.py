@@ -1,7 +1,5 @@
 """The application: the same routes for the service of the present and for the replay of a log."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -37,7 +35,7 @@ class Application(FastAPI):
         super().__init__(
             title="kvsight",
             version=_version(),
-            lifespan=_lifespan,
+            lifespan=lambda _app: service.running(),
             docs_url=None,
             redoc_url=None,
             middleware=middleware,
@@ -63,13 +61,6 @@ def create_app(service: Service) -> Application:
     app.include_router(page_routes(service.page_state))
     app.router.routes += static_routes()
     return app
-
-
-@asynccontextmanager
-async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    assert isinstance(app, Application)
-    async with app.service.running():
-        yield
 
 
 def _probe_routes(service: Service) -> APIRouter:

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from kv_events.errors import InvalidValueError
@@ -34,10 +34,9 @@ async def run_in_daemon_thread(work: Callable[[], _T]) -> _T:
     return await asyncio.wrap_future(done)
 
 
-@asynccontextmanager
-async def following(
+def following(
     what: str, known: _T, read: Callable[[], _T], use: Callable[[_T], None], logger: logging.Logger
-) -> AsyncIterator[None]:
+) -> AbstractAsyncContextManager[None]:
     """Call `use` with each new content, in the background of a block. It looks once a second.
 
     what: the plural of what the files contain, for log lines. known: the content that is in use. read, use: may raise
@@ -61,5 +60,4 @@ async def following(
             else:
                 failure = ""
 
-    async with in_background(keep_running(follow, what, logger), what):
-        yield
+    return in_background(keep_running(follow, what, logger), what)

@@ -12,7 +12,7 @@ import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -156,20 +156,17 @@ class _Server(uvicorn.Server):
         async with self._following_certificate():
             await super().serve(sockets)
 
-    @asynccontextmanager
-    async def _following_certificate(self) -> AsyncIterator[None]:
+    def _following_certificate(self) -> AbstractAsyncContextManager[None]:
         """Use the certificate that is in its files, for new connections, in the background of a block."""
         files = self._tls
         if files is None:
-            yield
-            return
+            return nullcontext()
 
         def use(_content: tuple[bytes, ...]) -> None:
             files.load_server(self._tls_context)
             logger.info("new connections have the certificate that is in %s now", files.cert)
 
-        async with following("certificates", files.server_content(), files.server_content, use, logger):
-            yield
+        return following("certificates", files.server_content(), files.server_content, use, logger)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if isinstance(self._app, Application):  # other ASGI applications end their own streams

@@ -28,17 +28,16 @@ from api.queries.explain import ExplainRoute
 from api.queries.routes import QueryRoutes
 from api.selection.routes import SelectionRoutes
 from api.settings import ApiSettings, RegistrationSettings
-from api.telemetry.families import counter, recording_families
+from api.telemetry.families import counter, gauge, recording_families
 from api.telemetry.requests import TraceRequests
 from api.telemetry.service_metrics import (
     HttpMetrics,
-    capacity_families,
     metrics_text,
     queue_families,
     reservation_families,
     tenant_families,
 )
-from api.view_source import ViewSource
+from api.view_source import Capacity, ViewSource
 from api.workers.event_stream import EventStream, feed_routes
 from api.workers.records import WorkerRecords
 from api.workers.register import RegisterRoutes
@@ -150,8 +149,8 @@ class LiveService(Service):
         self.decision_window = DecisionWindow()
         self._registrations = registrations
         self._records = WorkerRecords(consumer, limits or RegistrationSettings(), registrations)
-        self.capacity: Callable[[StreamId, int], Mapping[str, int]] = self._records.pages
-        """Returns the room of a rank, see `PageState.capacity`. Who runs the engines may replace it."""
+        self.capacity: Capacity = self._records.pages
+        """Who runs the engines may replace it."""
         self._decisions = decisions or WriteQueue(None)
         self._recording = recording
         self._group = group
@@ -160,7 +159,7 @@ class LiveService(Service):
         self.renderer = PromptRenderer(settings)
         local = LocalAnswers(consumer)
         answerer = local if group is None else group.gatherer
-        parts = answerer, self._may_answer, settings.max_body_bytes, self._tenants, self.renderer.tokens
+        parts = answerer, self._check_ready, settings.max_body_bytes, self._tenants, self.renderer
         self.endpoints: dict[str, Endpoint] = {**QueryRoutes(*parts).endpoints()}
         self.selection = None
         if group is not None:
@@ -174,9 +173,9 @@ class LiveService(Service):
                 chosen,
                 self._records,
                 exchange,
-                self.renderer.render,
+                self.renderer,
                 self._tenants,
-                self._may_answer,
+                self._check_ready,
                 settings.max_body_bytes,
             )
             self.endpoints |= self.selection.endpoints()
@@ -211,18 +210,21 @@ class LiveService(Service):
         if self.selection is not None:
             self.routers.append(self.selection.reservations.router())
 
-    def _may_answer(self) -> bool:
-        return self.settings.answer_before_ready or self._consumer.ready
+    def _check_ready(self) -> None:
+        if self._group is not None:
+            self._group.gatherer.check_ready()
+        if not (self.settings.answer_before_ready or self._consumer.ready):
+            raise ProblemError(503, ProblemKind.UNAVAILABLE, "the log is not applied yet, see /ready", retry_after_s=1)
 
     def _created_metrics(self, timed_paths: Sequence[str]) -> HttpMetrics:
         consumer, tenants, recording = self._consumer, self._tenants, self._recording
         max_workers = self.settings.metrics_max_workers
-        metrics = HttpMetrics(consumer, timed_paths, lambda: self.feed.num_clients, max_workers)
+        metrics = HttpMetrics(consumer, timed_paths, max_workers, lambda *of: self.capacity(*of))
+        metrics.add(lambda: [gauge("kvsight_event_clients", "Callers of GET /events", self.feed.num_clients)])
         if tenants is not None:
             metrics.add(lambda: tenant_families(consumer, tenants))
         if self._registrations is not None:
             metrics.registry.register(self._registrations.metrics(has_workers=max_workers > 0))
-        metrics.add(lambda: capacity_families(self._consumer.namespaces.views, self.capacity, max_workers))
         metrics.add(lambda: queue_families(self._decisions))
         texts = "Queries with text, by what became of it"
         metrics.add(lambda: [counter("kvsight_texts", texts, self.renderer.outcomes, "outcome")])
@@ -246,8 +248,8 @@ class LiveService(Service):
                     await stack.enter_async_context(part.running())
             writers = (part.running() for part in (self._decisions, exchange) if part is not None)
             await stack.enter_async_context(leaving_together(*writers))
-            for reader in (self._records, self.renderer):
-                await stack.enter_async_context(reader.running())
+            await stack.enter_async_context(self._records.running())
+            stack.push_async_callback(self.renderer.aclose)
             await stack.enter_async_context(self.history.running(self._consumer))
             yield
         if self._spans is not None:

@@ -1,14 +1,18 @@
 """What the reading routes need: the views of now, or those of a moment of the past."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Protocol, TypeAlias
 
 from indexer.applier import Applier
 from indexer.freshness import Freshness
 from indexer.index import StreamPages
 from indexer.namespaces import Namespaces
 from indexer.views import View
+from kv_events.streams import StreamId
+
+Capacity: TypeAlias = Callable[[StreamId, int], Mapping[str, int]]
+"""Returns what is known of the room of a rank, medium -> pages, given its tokens per page."""
 
 
 class ViewSource(Protocol):

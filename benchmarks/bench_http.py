@@ -195,7 +195,7 @@ async def over_http(url: str, request: Request) -> list[Figure]:
 
 async def in_handler(consumer: Consumer, request: Request) -> Figure:
     """Measure the route alone, called as an ASGI application."""
-    routes = QueryRoutes(LocalAnswers(consumer), lambda: True, ApiSettings().max_body_bytes)
+    routes = QueryRoutes(LocalAnswers(consumer), lambda: None, ApiSettings().max_body_bytes)
     endpoint = routes.endpoints()[request.path]
     scope = {"type": "http", "headers": [(b"content-type", request.content_type.encode())]}
     statuses, milliseconds = set(), []

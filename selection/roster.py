@@ -79,20 +79,6 @@ class Weighed(NamedTuple):
         return Weighed(self.roster, [self.rows[row] for row in chosen], selected(self.candidates, chosen))
 
 
-class NothingKnown:
-    """A directory without entries: all workers get requests."""
-
-    generation = 0
-
-    def get(self, worker: str, model: str, tenant: str) -> WorkerRecord | None:
-        """See `Directory`."""
-        return None
-
-    def report(self, rank: StreamId) -> Report | None:
-        """See `Directory`."""
-        return None
-
-
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Roster:
     """The ranks that may be chosen, in the order of their views' numbers."""
@@ -127,14 +113,16 @@ class Roster:
 class Rosters:
     """Keeps the roster of each namespace until it changes. One thread calls it."""
 
-    def __init__(self, book: Book, directory: Directory) -> None:
+    def __init__(self, book: Book, directory: Directory | None = None) -> None:
+        """directory: None: nothing is known of workers besides their caches, and all of them get requests."""
         self._book = book
         self._directory = directory
         self._kept: dict[int, Roster] = {}  # by the id of a namespace, while it exists
 
     def of(self, namespace: Namespace, now: float) -> Roster:
         """Return the roster of a namespace. now: seconds since 1970."""
-        state = namespace.num_changes, self._directory.generation, self._book.num_changes
+        generation = 0 if self._directory is None else self._directory.generation
+        state = namespace.num_changes, generation, self._book.num_changes
         kept = self._kept.get(id(namespace))
         if kept is None:
             finalize(namespace, self._kept.pop, id(namespace), None)
@@ -183,7 +171,7 @@ class Rosters:
         rows: dict[str, list[int]] = {}
         for _, view in sorted(namespace.views.items()):
             worker = view.stream.worker
-            info = self._directory.get(worker, model, tenant)
+            info = None if self._directory is None else self._directory.get(worker, model, tenant)
             if info is None or info.is_schedulable:
                 rows.setdefault(worker, []).append(len(known))
                 known.append((view, info))
@@ -234,6 +222,8 @@ class Rosters:
         roster.refreshed_at = now
         streams = roster.columns.streams.tolist()
         roster.candidates.pages[:] = [namespace.views[stream].num_pages[0] for stream in streams]
+        if self._directory is None:
+            return
         loads = self._book.columns.loads
         for row, rank in enumerate(roster.ranks):
             report = self._directory.report(rank)

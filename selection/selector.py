@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +13,10 @@ from kv_events.errors import KvsightError
 from kv_events.http.selection import SelectRequest
 from kv_events.limits import MAX_PAGES_PER_DECISION
 from kv_events.reservations import AT_PREFILL, Reserved
+from selection.book import Book
 from selection.candidates import Asked, Candidates, Choice, Policy
 from selection.kernels.choose import shown_rows
-from selection.policies import Costs, OverlapLoadPolicy, preferred
+from selection.policies import Costs, OverlapLoadPolicy, create_policy, preferred
 from selection.roster import Found, Roster, Rosters, Weighed
 
 MOST_SHOWN = 16
@@ -45,19 +45,13 @@ class Chosen(NamedTuple):
 class Selector:
     """Chooses workers for the prompts of one service. One thread calls it."""
 
-    def __init__(
-        self,
-        rosters: Rosters,
-        create_policy: Callable[[], Policy],
-        replica: str,
-        is_taken: Callable[[str], bool],
-    ) -> None:
-        """create_policy: called once for each model and tenant. replica: name of this process in records. is_taken:
-        returns whether a name is in use.
+    def __init__(self, rosters: Rosters, policy: str, replica: str, book: Book) -> None:
+        """policy: its names, see `create_policy`; each model and tenant has its own. replica: name of this process in
+        records. book: knows which names are in use.
         """
-        self._is_taken = is_taken
+        self._book = book
         self._rosters = rosters
-        self._create_policy = create_policy
+        self._policy_names = policy
         self._policies: dict[tuple[str, str], Policy] = {}
         self.replica = replica
         self.num_named = 0
@@ -106,7 +100,7 @@ class Selector:
         if found is None:
             if len(self._policies) == _MAX_POLICIES:
                 self._policies.clear()  # what they remember of earlier choices is lost
-            found = self._policies[scope] = self._create_policy()
+            found = self._policies[scope] = create_policy(self._policy_names)
         return found
 
     def records(self, request: SelectRequest, chosen: Chosen, namespace: Namespace, now: float) -> list[Reserved]:
@@ -134,7 +128,7 @@ class Selector:
         while True:
             self.num_named += 1
             name = f"{self.names}{self.num_named}"
-            if not self._is_taken(name):  # a caller can choose any
+            if name not in self._book:  # a caller can choose any
                 return name
 
 

@@ -25,7 +25,7 @@ from kv_events.streams import DEFAULT_TENANT
 from selection import policies
 from selection.book import Book
 from selection.candidates import Asked, Candidates, Choice
-from selection.roster import Found, NothingKnown, Rosters
+from selection.roster import Found, Rosters
 from selection.settings import SelectionSettings
 from simulation.workload import Request
 
@@ -38,7 +38,7 @@ class Router:
     ) -> None:
         predict_s = SelectionSettings.ignoring_environment().predict_s
         self.book = Book(math.inf, predict_s)  # nothing expires, because every request ends
-        self._rosters = Rosters(self.book, NothingKnown())
+        self._rosters = Rosters(self.book)
         self.booked: list[ReservationRecord] = []
         """What it has booked itself, until the caller takes it away."""
         self._namespaces = namespaces

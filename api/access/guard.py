@@ -35,9 +35,6 @@ _OWN = (b"same-origin", b"none")
 PROBES = frozenset({"/health", "/ready"})
 """Paths that probes ask, by the address of a container."""
 
-IsAllowedHost = Callable[[str], bool]
-"""Whether a `Host` header, with or without a port, names this service."""
-
 Check: TypeAlias = Callable[[Scope], ProblemError | None]
 """Returns why a request is refused, or None."""
 
@@ -95,9 +92,10 @@ def check_tokens(tokens: TokenRegistry, open_paths: Set[str] = OPEN_PATHS) -> Ch
     return check
 
 
-def check_origin(is_allowed_host: IsAllowedHost) -> Check:
+def check_origin(is_allowed_host: Callable[[str], bool]) -> Check:
     """Return the check of heads: faulty ones, other hosts, and changes that pages of other sites ask for are refused.
 
+    is_allowed_host: whether a `Host` header, with or without a port, names this service.
     `FastPath` answers without it: it takes only good heads with an allowed host, and no change that a page asks for.
     """
 

@@ -4,8 +4,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 
 from api.background import following
@@ -53,8 +53,7 @@ class TenantRates:
         """Tenant -> queries refused so far."""
         self._rates: dict[str, tuple[float, RateLimit]] = {}
 
-    @asynccontextmanager
-    async def following(self) -> AsyncIterator[None]:
+    def following(self) -> AbstractAsyncContextManager[None]:
         """Read the file of limits again whenever it changes, in the background of a block."""
         limits = self.limits
 
@@ -62,8 +61,7 @@ class TenantRates:
             limits.use(text)
             logger.info("tenants whose limits are known now by name: %d", len(limits.named))
 
-        async with following("tenant limits", limits.text, limits.read, use, logger):
-            yield
+        return following("tenant limits", limits.text, limits.read, use, logger)
 
     def rate(self, tenant: str) -> RateLimit | None:
         """Return the bound of a tenant, or None if it has none."""

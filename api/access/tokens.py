@@ -4,8 +4,8 @@ import hmac
 import logging
 import re
 import tomllib
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args
@@ -89,16 +89,14 @@ class TokenRegistry:
         caller = self.caller(authorization)
         return caller is not None and scope in caller.scopes
 
-    @asynccontextmanager
-    async def following(self, on_change: Callable[[], None]) -> AsyncIterator[None]:
+    def following(self, on_change: Callable[[], None]) -> AbstractAsyncContextManager[None]:
         """Read the file again whenever it changes, in the background of a block. on_change: is called after that.
 
         The tokens of a deleted file are no longer valid.
         """
         file = self._file
         if file is None:
-            yield
-            return
+            return nullcontext()
 
         def use(text: str) -> None:
             self._known = [*self._own, *_callers(text, file)]
@@ -111,8 +109,7 @@ class TokenRegistry:
         def read() -> str:
             return read_secret(_FIELD, file) if file.exists() else ""
 
-        async with following("tokens", self._text, read, use, logger):
-            yield
+        return following("tokens", self._text, read, use, logger)
 
 
 def _callers(text: str, file: Path | None) -> list[tuple[bytes, Principal]]:

@@ -95,7 +95,7 @@ class DecisionRoute:
         return records
 
     def _record(self, data: Data, body_format: BodyFormat, now: float) -> _Encoded:
-        rest = slimmed(data, body_format).rest
+        rest, _ = slimmed(data, body_format)
         try:
             if decode_as(DecisionProbe, rest, body_format).cached_tokens is not UNSET:
                 outcome = decode_as(OutcomeRequest, rest, body_format)

@@ -50,7 +50,7 @@ class FastConnection(LimitedHttpProtocol):
         return bool(self._held) or self.is_parsing
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._direct is not None and self._direct_as is not None:
+        if self._direct_as is not None:
             self._direct.leave(self._direct_as, self)
         self._take_held()
         super().connection_lost(exc)
@@ -120,14 +120,13 @@ class FastConnection(LimitedHttpProtocol):
 
     def _learn(self, head: Head, data: bytes, start: int) -> bool:
         """Let direct connections recognise requests like this one. Returns whether they can."""
-        template = None if self._direct is None else self._fast_path.request_template(head, data, start)
-        if self._direct is None or template is None:
-            return False
-        self._direct.learn(template)
-        return True
+        template = self._fast_path.request_template(head, data, start)
+        if template is not None:
+            self._direct.learn(template)
+        return template is not None
 
     def _become_direct(self) -> None:
-        if self._direct is None or self._direct_as is not None or self._held or self.rest:
+        if self._direct_as is not None or self._held or self.rest:
             return
         if self._is_free() and self.transport.get_write_buffer_size() == 0:
             connection = self.transport.get_extra_info("socket").fileno()
@@ -172,13 +171,13 @@ class FastConnection(LimitedHttpProtocol):
 
     def _end_direct(self) -> None:
         """Take the connection back, if it is direct. It is open."""
-        if self._direct is not None and self._direct_as is not None:
+        if self._direct_as is not None:
             self._direct.leave(self._direct_as, self)
             self.resume(b"", b"")
 
     def last_request_at(self) -> float:
         """Return when the last complete request came, by the clock of the loop. 0: none came."""
-        if self._direct is not None and self._direct_as is not None:
+        if self._direct_as is not None:
             return self._direct.answered_at(self._direct_as)
         return self.heard_at
 

@@ -6,16 +6,16 @@ query comes later, because the other members are asked. Their requests are answe
 """
 
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
-from types import MappingProxyType
 from typing import Any, Generic, NamedTuple
 
 from api.access.rate_limits import RateLimit, TenantRates
 from api.access.tokens import TokenRegistry
-from api.fast.heads import BodylessLine, Head, HeadReader
+from api.fast.heads import Head, HeadReader
 from api.fast.kernel_connections import DirectPlan, KernelConnections
 from api.fast.kernels.connections import MAX_REQUEST_BYTES
 from api.fast.kernels.query import Times
@@ -63,7 +63,9 @@ class TextRoute(NamedTuple, Generic[Question]):
 class BodylessRoute(NamedTuple):
     """How requests without a body are answered."""
 
-    line: BodylessLine
+    line: re.Pattern[bytes]
+    """Their first line. Its groups: the name after DELETE, or the name after POST and what follows it."""
+    scope: str
     answer: Callable[..., bytes]
     """Gets the groups of the line. Raises ProblemError, and has changed nothing then."""
     direct_plan: Callable[[bytes | None], DirectPlan | None]
@@ -81,10 +83,10 @@ class FastPath:
         tokens: TokenRegistry,
         metrics: HttpMetrics,
         answers: LocalAnswers,
-        tenants: TenantRates | None = None,
-        group: GroupAnswers | None = None,
-        selections: Mapping[str, TextRoute[Any]] = MappingProxyType({}),
-        bodyless: BodylessRoute | None = None,
+        tenants: TenantRates | None,
+        group: GroupAnswers | None,
+        selections: Mapping[str, TextRoute[Any]],
+        bodyless: BodylessRoute | None,
     ) -> None:
         """tenants: bounds on their queries, if any. group: how a member of a group answers. None: `answers` does.
 
@@ -103,7 +105,7 @@ class FastPath:
             max_body_bytes,
             with_traces=with_traces,
             is_allowed_host=settings.is_allowed_host,
-            bodyless=None if bodyless is None else bodyless.line,
+            bodyless=None if bodyless is None else bodyless[:2],
         )
         self._consumer = consumer
         self._answers = answers
@@ -124,8 +126,8 @@ class FastPath:
             self._routes |= selections  # FastAPI counts those of tenants
         self._fields = fields
         # each request may be sampled, which the kernels of direct connections cannot decide
-        can_be_direct = settings.max_body_bytes >= MAX_REQUEST_BYTES and not with_traces
-        self.direct = KernelConnections(self._plan, self._times, metrics.queries.note) if can_be_direct else None
+        self._can_be_direct = settings.max_body_bytes >= MAX_REQUEST_BYTES and not with_traces
+        self.direct = KernelConnections(self._plan, self._times, metrics.queries.note)
 
     def answer(self, head: Head, data: bytes, start: int) -> bytes | None:
         """Return the answer to the body data[start:], or None if the request must be passed to FastAPI."""
@@ -235,9 +237,11 @@ class FastPath:
     def request_template(self, head: Head, data: bytes, start: int) -> RequestTemplate | None:
         """Return the template of a request that was answered here. None: its connection cannot be direct."""
         is_plain = head.caller.content_type == "application/json" and head.caller.limit is None
-        if is_plain and not head.path:
+        if not (self._can_be_direct and is_plain):
+            return None
+        if not head.path:
             return RequestTemplate.without_body(head, self.heads.generation)
-        if not is_plain or head.path not in self._routes:
+        if head.path not in self._routes:
             return None
         template = self._routes[head.path].templates.read(data, start)
         found = None if template is None else RequestTemplate.of(head, template, self.heads.generation)

@@ -47,15 +47,7 @@ class Head(NamedTuple):
     is_of_page: bool = False
     """Whether a page of a browser may have asked."""
     parameters: tuple[bytes | None, ...] = ()
-    """Groups of `BodylessLine.pattern`."""
-
-
-class BodylessLine(NamedTuple):
-    """The first line of requests without a body, and with a name in their path."""
-
-    pattern: re.Pattern[bytes]
-    """Its groups: the name after DELETE, or the name after POST and what follows it."""
-    scope: str
+    """Groups of `BodylessRoute.line`."""
 
 
 class HeadReader:
@@ -69,11 +61,11 @@ class HeadReader:
         *,
         with_traces: bool = False,
         is_allowed_host: Callable[[str], bool] = lambda _host: True,
-        bodyless: BodylessLine | None = None,
+        bodyless: tuple[re.Pattern[bytes], str] | None = None,
     ) -> None:
         """tokens: those whose scope for the path is required. max_body_bytes: largest accepted Content-Length.
 
-        is_allowed_host: of the header `Host`.
+        is_allowed_host: of the header `Host`. bodyless: the first line of requests without a body, and their scope.
         """
         self._is_allowed_host = is_allowed_host
         self._paths = {request_line(path): path for path in paths}
@@ -93,7 +85,7 @@ class HeadReader:
         start = data.find(b"\n", 0, self._longest) + 1
         path = self._paths.get(data[:start])
         if path is None and self._bodyless is not None:
-            return self._read_bodyless(self._bodyless, data, start)
+            return self._read_bodyless(*self._bodyless, data, start)
         end = PASS_ON if path is None else read_head(data, start, len(data), self._found)
         if path is None or end == PASS_ON:
             return None
@@ -106,14 +98,16 @@ class HeadReader:
         trace = _trace(values) if self._with_traces else ()
         return Head(path, caller, int(length), trace, _is_of_page(values)), end
 
-    def _read_bodyless(self, bodyless: BodylessLine, data: bytes, start: int) -> tuple[Head, int] | None:
-        line = bodyless.pattern.fullmatch(data, 0, start)
+    def _read_bodyless(
+        self, pattern: re.Pattern[bytes], scope: str, data: bytes, start: int
+    ) -> tuple[Head, int] | None:
+        line = pattern.fullmatch(data, 0, start)
         end = PASS_ON if line is None else read_head(data, start, len(data), self._found)
         if line is None or end == PASS_ON:
             return None
         length, _, host, token, *_ = values = self._values(data)
         caller = self._caller((_NO_TYPE, host, token if self._tokens.are_required else b""))
-        if length not in (b"", b"0") or caller is None or bodyless.scope not in caller.scopes:
+        if length not in (b"", b"0") or caller is None or scope not in caller.scopes:
             return None
         return Head("", caller, 0, (), _is_of_page(values), line.groups()), end
 

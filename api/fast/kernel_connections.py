@@ -17,7 +17,7 @@ import select
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -67,12 +67,8 @@ class DirectPlan(Protocol):
         """Answer `count` requests, as the kernel of this name does."""
 
 
-class _Pending(NamedTuple):
-    """A connection with which its owner goes on. See `Owner.resume`."""
-
-    connection: int
-    data: bytes = b""
-    rest: bytes = b""
+_Pending: TypeAlias = tuple[int, bytes, bytes]
+"""A connection with which its owner goes on, data and rest: see `Owner.resume`."""
 
 
 class KernelConnections:
@@ -196,11 +192,11 @@ class KernelConnections:
 
     def _request(self, number: int) -> _Pending:
         begin, end, *_ = self._sockets.borders[number].tolist()
-        return _Pending(self._ready[number], data=self._sockets.data[begin:end].tobytes())
+        return self._ready[number], self._sockets.data[begin:end].tobytes(), b""
 
     def _rest(self, number: int) -> _Pending:
         begin, end = self._sockets.rest_borders[number].tolist()
-        return _Pending(self._ready[number], rest=self._sockets.rests[begin:end].tobytes())
+        return self._ready[number], b"", self._sockets.rests[begin:end].tobytes()
 
     def _hand_over(self, pending: _Pending) -> None:
         """Let its owner go on with a connection: answer a request at once, or take the connection back."""

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from api.fast.writer import AnswerWriter, Plan
+from api.fast.writer import AnswerWriter, Plan, prompt_of
 from api.problems import ProblemError
 from api.queries.answers import Answered, general_answer, namespaces_of
 from api.view_source import ViewSource
@@ -22,9 +22,6 @@ class LocalAnswers:
         self._served = served
         self._writer = AnswerWriter()
 
-    def check_ready(self) -> None:
-        """Do nothing: views can be read at any time."""
-
     def knows(self, question: ParsedQuery) -> bool:
         """Return whether the model has workers."""
         return bool(self._served.namespaces.find(question.model, question.tenant))
@@ -41,13 +38,13 @@ class LocalAnswers:
             except ProblemError as problem:
                 answers.append(problem)
             await slices.yield_if_due()
-        return Answered(answers, [])
+        return answers, []
 
     def answer_one(self, question: ParsedQuery, numbers: PromptArray) -> bytes:
         """Return the answer as JSON. numbers: those of the prompt. Raises ProblemError."""
         asked, freshness, now = self._namespaces_of(question), self._served.freshness, self._served.now()
         if len(asked) == 1 and question.is_usual:
-            written = self._writer.write(question, numbers, asked[0], freshness, now)
+            written = self._writer.write(question, prompt_of(question, numbers), asked[0], freshness, now)
             if written is not None:
                 return written
         return general_answer(question, numbers, asked, freshness, now)
@@ -57,9 +54,10 @@ class LocalAnswers:
         asked = self._namespaces_of(question)
         if len(asked) > 1 or not question.is_usual:
             return None
-        served = self._served
-        written = self._writer.write_text(question, text, start, asked[0], served.freshness, served.now())
-        return written[0] if written is not None and written[1] == end else None
+        prompt = self._writer.prompt_of_text(question, text, start, end)
+        if prompt is None:
+            return None
+        return self._writer.write(question, prompt, asked[0], self._served.freshness, self._served.now())
 
     def direct_plan(self, question: ParsedQuery) -> Plan | None:
         """See `TextRoute`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -36,9 +36,6 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 Question = TypeVar("Question")
 
-Decode: TypeAlias = Callable[[bytes], tuple[Question, Iterable[int]]]
-"""Returns the question of a body and the numbers of its prompt. Raises ProblemError."""
-
 
 class BodyTemplate(NamedTuple, Generic[Question]):
     """What a template asks, and what surrounds the numbers of a body."""
@@ -57,8 +54,10 @@ class BodyTemplate(NamedTuple, Generic[Question]):
 class TemplateCache(Generic[Question]):
     """Recognises the JSON bodies of one route."""
 
-    def __init__(self, fields: Collection[str], decode: Decode[Question]) -> None:
-        """fields: names of the arrays that the route accepts as a prompt."""
+    def __init__(self, fields: Collection[str], decode: Callable[[bytes], tuple[Question, Iterable[int]]]) -> None:
+        """fields: names of the arrays that the route accepts as a prompt. decode: returns the question of a body and
+        the numbers of its prompt, or raises ProblemError.
+        """
         self._decode = decode
         self._array = re.compile(rb'"(?:%s)" ?: ?\[' % "|".join(fields).encode())
         self._name = re.compile(recognise.NAME_PATTERN)

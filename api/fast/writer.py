@@ -9,7 +9,6 @@ from weakref import finalize, ref
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from api.fast.kernels.answer import (
     AGE,
@@ -43,12 +42,13 @@ from indexer.kernels.find import PageLookup
 from indexer.namespaces import KeptGroups, Namespace
 from indexer.scores import groups_of
 from indexer.views import STATES
-from kv_events.hashing import U64Array, process_base
+from kv_events.hashing import process_base
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.queries import PeerInstance, RfcInstance
 from kv_events.kernels.bundles import pin
 from kv_events.kernels.xxh3 import long_hash_state
 from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY
+from selection.roster import Found
 
 _UINT8 = np.dtype(np.uint8)
 
@@ -61,9 +61,11 @@ _GIVEN = {
     "block_hash": SEQUENCE_HASHES,
 }
 _NO_TOKENS, _NO_HASHES = np.zeros(0, np.uint32), np.zeros(0, np.uint64)
+_END = 3  # of a `GivenPrompt`
 
-_Prompt: TypeAlias = tuple[int, bytes, int, PromptArray, PromptArray]
-"""The first parameters of `answer_query`: kind, text, start, tokens, hashes."""
+GivenPrompt: TypeAlias = tuple[int, bytes, int, int, PromptArray, PromptArray]
+"""How `answer_query` gets a prompt: kind; a JSON text, the index after its "[" and that of its "]", 0 without a text;
+tokens; hashes. See `prompt_of` and `AnswerWriter.prompt_of_text`."""
 
 # Layouts of answers are taken from the structs that describe them: fixed texts, and gaps for these numbers.
 _TOKENS = {GPU: 1000001, CPU: 1000002, DISK: 1000003, EXTERNAL: 1000004}
@@ -97,16 +99,11 @@ PEER = layout_of(PeerInstance(**_SHARED, dp={_RANK: _RANK_TOKENS}, state=_STATE)
 RFC = layout_of(RfcInstance(**_SHARED, dp={_RANK: _RANK_TOKENS}, state=_STATE))  # type: ignore[arg-type]
 
 
-class PromptFound(NamedTuple):
-    """A prompt, and how much of it each stream can reuse."""
-
-    hashes: U64Array
-    """Sequence hashes of its complete pages."""
-    num_positions: int
-    """Tokens or token pairs of the prompt, or its hashes."""
-    streams: npt.NDArray[np.int32]
-    pages: npt.NDArray[np.uint32]
-    """[streams, 4] leading pages by tier; rows of streams that were not found have no meaning."""
+def prompt_of(question: ParsedQuery, numbers: PromptArray) -> GivenPrompt:
+    """Return a prompt whose numbers are in an array."""
+    kind = _GIVEN[question.field]
+    tokens, hashes = (numbers, _NO_HASHES) if kind == TOKENS else (_NO_TOKENS, numbers)
+    return kind, b"", 0, 0, tokens, hashes
 
 
 class AnswerWriter:
@@ -120,81 +117,52 @@ class AnswerWriter:
         self._hashes = np.empty(MAX_HASHES_PER_QUERY, np.uint64)
         self._plan: Plan | None = None
 
-    def write(
-        self, question: ParsedQuery, numbers: PromptArray, namespace: Namespace, freshness: Freshness, now: float
-    ) -> bytes | None:
-        """Return the answer as JSON, or None if one of its numbers needs the general encoder.
+    def prompt_of_text(self, question: ParsedQuery, text: bytes, start: int, end: int) -> GivenPrompt | None:
+        """Return a prompt whose numbers are in a JSON text, from the index after the "[" to that of the "]".
 
-        numbers: those of the prompt. now: seconds since 1970.
+        It is valid until the next call. None: the text must be read in another way.
         """
-        kind = _GIVEN[question.field]
-        tokens, hashes = (numbers, _NO_HASHES) if kind == TOKENS else (_NO_TOKENS, numbers)
-        return self._write(question, (kind, b"", 0, tokens, hashes), namespace, freshness, now)[0]
-
-    def write_text(
-        self, question: ParsedQuery, text: bytes, start: int, namespace: Namespace, freshness: Freshness, now: float
-    ) -> tuple[bytes, int] | None:
-        """Answer a question whose numbers are in a JSON text. start: index after the "[".
-
-        Returns the answer and the index of the "]", or None if the text must be read or answered in another way.
-        """
-        prompt: _Prompt = (TEXT, text, start, _NO_TOKENS, _NO_HASHES)
         if question.field == "token_ids":
-            answer, end = self._write(question, prompt, namespace, freshness, now)
-        else:
-            kind = _GIVEN[question.field]
-            count, end = read_hashes(text, start, self._hashes, kind == LOCAL_HASHES)
-            prompt = (kind, b"", 0, _NO_TOKENS, self._hashes[: max(0, count)])
-            answer = None if end < 0 else self._write(question, prompt, namespace, freshness, now)[0]
-        return None if answer is None else (answer, end)
+            return TEXT, text, start, end, _NO_TOKENS, _NO_HASHES
+        kind = _GIVEN[question.field]
+        count, stop = read_hashes(text, start, self._hashes, kind == LOCAL_HASHES)
+        return (kind, b"", 0, 0, _NO_TOKENS, self._hashes[:count]) if stop == end else None
 
-    def _write(
-        self, question: ParsedQuery, prompt: _Prompt, namespace: Namespace, freshness: Freshness, now: float
-    ) -> tuple[bytes | None, int]:
-        """Return the answer, if there is one, and the index of the "]" of a text."""
+    def write(
+        self, question: ParsedQuery, prompt: GivenPrompt, namespace: Namespace, freshness: Freshness, now: float
+    ) -> bytes | None:
+        """Return the answer as JSON. now: seconds since 1970.
+
+        None: a text must be read in another way, or a number of the answer needs the general encoder.
+        """
         times = (now, *freshness.bounds())
         length, end, num_positions = self.plan(question, namespace).answer(prompt, times, finds_only=False)
-        if length < 0:
-            return None, end
+        if length < 0 or end != prompt[_END]:
+            return None
         answer, block_size = self._buffers.out[:length].tobytes(), namespace.key.block_size
         if question.is_peer and prompt[0] in (TEXT, TOKENS) and num_positions < block_size:
             hint = msgspec.json.encode(hint_of(question, num_positions, [block_size]))
             answer = b'%b,"hint":%b}' % (answer[:-1], hint)
-        return answer, end
-
-    def _find(
-        self, question: ParsedQuery, prompt: _Prompt, namespace: Namespace, freshness: Freshness
-    ) -> tuple[PromptFound | None, int]:
-        """Return what each stream can reuse, and the index of the "]" of a text; None if it cannot be read."""
-        times = (0.0, *freshness.bounds())
-        num_found, end, num_positions = self.plan(question, namespace).answer(prompt, times, finds_only=True)
-        if end < 0:
-            return None, end
-        buffers, kind = self._buffers, prompt[0]
-        num_pages = num_positions // namespace.key.block_size if kind in (TEXT, TOKENS) else num_positions
-        hashes = prompt[-1] if kind == SEQUENCE_HASHES else buffers.hashes[:num_pages]
-        return PromptFound(hashes, num_positions, buffers.streams[:num_found], buffers.pages), end
-
-    def find_text(
-        self, question: ParsedQuery, text: bytes, start: int, namespace: Namespace, freshness: Freshness
-    ) -> tuple[PromptFound, int] | None:
-        """Find the tokens that are in a JSON text. start: index after the "[". See `write_text`.
-
-        The arrays are valid until the next call.
-        """
-        prompt: _Prompt = (TEXT, text, start, _NO_TOKENS, _NO_HASHES)
-        found, end = self._find(question, prompt, namespace, freshness)
-        return None if found is None else (found, end)
+        return answer
 
     def find(
-        self, question: ParsedQuery, numbers: PromptArray, namespace: Namespace, freshness: Freshness
-    ) -> PromptFound:
-        """Find a prompt. numbers: its own. The arrays are valid until the next call."""
-        kind = _GIVEN[question.field]
-        prompt: _Prompt = (kind, b"", 0, *((numbers, _NO_HASHES) if kind == TOKENS else (_NO_TOKENS, numbers)))
-        found, _ = self._find(question, prompt, namespace, freshness)
-        assert found is not None, "only texts may be unreadable"
-        return found
+        self, question: ParsedQuery, prompt: GivenPrompt, namespace: Namespace, freshness: Freshness
+    ) -> Found | None:
+        """Return what each stream can reuse. The arrays are valid until the next call.
+
+        None: a text must be read in another way.
+        """
+        times = (0.0, *freshness.bounds())
+        num_found, end, num_positions = self.plan(question, namespace).answer(prompt, times, finds_only=True)
+        if end != prompt[_END]:
+            return None
+        buffers, kind, block_size = self._buffers, prompt[0], namespace.key.block_size
+        if kind in (TEXT, TOKENS):
+            num_pages, num_tokens = num_positions // block_size, num_positions + question.is_bigram
+        else:
+            num_pages, num_tokens = num_positions, num_positions * block_size
+        hashes = prompt[-1] if kind == SEQUENCE_HASHES else buffers.hashes[:num_pages]
+        return Found(hashes, num_tokens, buffers.streams[:num_found], buffers.pages)
 
     def plan(self, question: ParsedQuery, namespace: Namespace) -> Plan:
         """Return how this question is answered now. It is kept: those that follow often differ in their seed alone."""
@@ -281,9 +249,9 @@ class Plan(NamedTuple):
             and question.weights == mine.weights
         )
 
-    def answer(self, prompt: _Prompt, times: Times, *, finds_only: bool) -> tuple[int, int, int]:
+    def answer(self, prompt: GivenPrompt, times: Times, *, finds_only: bool) -> tuple[int, int, int]:
         """Call `answer_query`."""
-        kind, text, start, tokens, hashes = prompt
+        kind, text, start, _, tokens, hashes = prompt
         block_size, is_bigram, has_weights, begin = self.numbers
         question = (kind, block_size, is_bigram, has_weights, int(finds_only), begin)
         return answer_query(

@@ -12,9 +12,8 @@ import numpy as np
 
 from api.page.state import PageState
 from api.page.worker_history import INTERVAL_S, WorkerHistory
-from api.workers.description import Cause, Engines, WorkerStreams, readers_of, worker_streams
+from api.workers.description import Engines, WorkerStreams, listener_of, readers_of, worker_streams
 from indexer.freshness import NO_HEARTBEAT
-from indexer.namespaces import NamespaceKey
 from indexer.tenants import TENANT_STREAMS
 from indexer.views import INDEX_FULL, TENANT_PAGES, View, ViewState, least_trusted
 from kv_events.http.fleet import Fleet, FleetRank, FleetWorker, StateChange
@@ -35,10 +34,8 @@ class FleetAnswer(NamedTuple):
 
     fleet: Fleet
     """Without workers."""
-    names: list[str]
-    """In the order of the answer."""
-    encoded: list[msgspec.Raw]
-    """The workers as JSON."""
+    workers: list[tuple[str, msgspec.Raw]]
+    """Name and JSON of each worker, in the order of the answer."""
 
     def select(self, limit: int, contains: str, worker: str | None) -> bytes:
         """Return `Fleet` as JSON, with at most `limit` workers.
@@ -46,11 +43,7 @@ class FleetAnswer(NamedTuple):
         contains: a part of their names, in any case. worker: their name. None: any.
         """
         part = contains.lower()
-        found = [
-            each
-            for name, each in zip(self.names, self.encoded, strict=True)
-            if part in name.lower() and worker in (None, name)
-        ]
+        found = [each for name, each in self.workers if part in name.lower() and worker in (None, name)]
         fields = msgspec.structs.asdict(self.fleet)
         return _encoder.encode({**fields, "num_selected": len(found), "workers": found[:limit]})
 
@@ -66,7 +59,7 @@ def describe_fleet(scene: PageState) -> Generator[None, None, FleetAnswer]:
     workers.sort(key=_order)
     encoded = []
     for worker in workers:
-        encoded.append(msgspec.Raw(_encoder.encode(worker)))
+        encoded.append((worker.worker, msgspec.Raw(_encoder.encode(worker))))
         yield
     level, parts = verdict(workers, now, scene.views.why_not_ready(), scene.next_step)
     fleet = Fleet(
@@ -81,7 +74,7 @@ def describe_fleet(scene: PageState) -> Generator[None, None, FleetAnswer]:
         interval_s=INTERVAL_S,
         workers=[],
     )
-    return FleetAnswer(fleet, [worker.worker for worker in workers], encoded)
+    return FleetAnswer(fleet, encoded)
 
 
 def _order(worker: FleetWorker) -> tuple[object, ...]:
@@ -92,14 +85,18 @@ def _order(worker: FleetWorker) -> tuple[object, ...]:
 
 def _worker(scene: PageState, streams: WorkerStreams, readers: Engines) -> FleetWorker:
     views, key, watch = streams.views, streams.key, scene.watch
-    ranks = [_rank(scene, view, _MAIN, readers) for view in views]
-    ranks += [_silent_rank(key, streams.name, rank, each) for rank, each in streams.unheard.items()]
+    worker = StreamId(key.model, key.tenant, streams.name, 0)
+    ranks = [_rank(scene, view.stream, listener_of(scene.views, view, readers), view) for view in views]
+    ranks += [_rank(scene, worker._replace(dp_rank=rank), each) for rank, each in streams.unheard.items()]
+    of_groups = [
+        _rank(scene, view.stream, listener_of(scene.views, view, {}), view, group) for group, view in streams.groups
+    ]
     state = least_trusted(ViewState(each.state) for each in ranks).value
     worst = next(each for each in ranks if each.state == state)
     agreed = [each.agreed_at for each in ranks]
     stored, removed = _rates(watch, views)
     held = sum(sum(view.num_pages) for view in views)
-    engines = [scene.engines.get(StreamId(key.model, key.tenant, streams.name, each.dp_rank)) for each in ranks]
+    engines = [scene.engines.get(worker._replace(dp_rank=each.dp_rank)) for each in ranks]
     return FleetWorker(
         worker=streams.name,
         model=key.model,
@@ -130,7 +127,7 @@ def _worker(scene: PageState, streams: WorkerStreams, readers: Engines) -> Fleet
         resyncs=sum(view.counters.resyncs for view in views),
         gaps=sum(view.counters.gaps for view in views),
         restarts=sum(view.counters.restarts for view in views),
-        ranks=[*ranks, *(_rank(scene, view, group, {}) for group, view in streams.groups)],
+        ranks=ranks + of_groups,
         changes=_changes(watch, views),
     )
 
@@ -178,40 +175,27 @@ def _can_resync(scene: PageState, view: View) -> bool:
     return scene.views.freshness.state(view) is not ViewState.EXPIRED and not view.degraded_reason
 
 
-def _rank(scene: PageState, view: View, group: str, readers: Engines) -> FleetRank:
-    changes, engine = scene.watch.changes(view.stream), readers.get(view.stream)
-    cause = Cause.of_view(scene.views, view, engine)
+def _rank(
+    scene: PageState, stream: StreamId, listener: Listener, view: View | None = None, group: str = _MAIN
+) -> FleetRank:
+    """view: of the stream. None: it has none."""
+    changes, reason = scene.watch.changes(stream), listener.stale_reason
+    if view is None:
+        reason = listener.failure or ("not heard yet" if reason == "new" else reason)
     return FleetRank(
-        dp_rank=view.stream.dp_rank,
+        dp_rank=stream.dp_rank,
         group=group,
-        stream=view.stream.key,
-        state=scene.views.freshness.state(view).value,
-        reason=scene.views.reason(view),
-        endpoint="" if engine is None else engine.engine.endpoint,
-        cause=cause.text,
-        remedy=cause.remedy,
-        since=cause.since or (changes[0].time if changes else None),
-        age_s=round(max(0.0, scene.views.now() - view.last_batch_at), 3),
-        agreed_at=view.agreed_at or None,
-        missing_batches=view.missing_batches + _lost_by_engine(view),
-        is_resync_requested=scene.is_resync_requested(view),
-        epoch=view.epoch,
-        seq=view.next_seq - 1,
-        pages={medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
-    )
-
-
-def _silent_rank(key: NamespaceKey, worker: str, dp_rank: int, listener: Listener) -> FleetRank:
-    return FleetRank(
-        dp_rank=dp_rank,
-        stream=StreamId(key.model, key.tenant, worker, dp_rank).key,
+        stream=stream.key,
         state=listener.state,
-        reason=listener.failure or ("not heard yet" if listener.stale_reason == "new" else listener.stale_reason),
+        reason=reason,
         endpoint=listener.endpoint if "://" in listener.endpoint else "",
         cause=listener.cause,
         remedy=listener.remedy,
-        since=listener.cause_since,
+        since=listener.cause_since or (changes[0].time if changes else None),
         age_s=listener.age_ms / 1000,
+        agreed_at=None if view is None else view.agreed_at or None,
+        missing_batches=0 if view is None else view.missing_batches + _lost_by_engine(view),
+        is_resync_requested=view is not None and scene.is_resync_requested(view),
         epoch=listener.epoch,
         seq=listener.seq,
         pages=listener.pages,

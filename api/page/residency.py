@@ -39,11 +39,6 @@ class ResidencyAnswer(NamedTuple):
     rows: list[tuple[msgspec.Raw, frozenset[str]]]
     """Each row as JSON, and the workers that hold some of it."""
 
-    @property
-    def shows_all(self) -> bool:
-        """Whether every stream has a column."""
-        return len(self.residency.columns) == self.residency.num_columns
-
     def select(self, limit: int, worker: str | None) -> bytes:
         """Return `Residency` as JSON, with at most `limit` rows, of which a worker holds something if it is named."""
         rows = [row for row, holders in self.rows if worker is None or worker in holders]

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Awaitable, Callable, Generator, Hashable
 from typing import Annotated, Any, Final, TypeVar
 
 from fastapi import APIRouter, Query
@@ -13,7 +13,7 @@ from api.decisions.window import WINDOW_S
 from api.openapi import answers, problem
 from api.page.fleet import describe_fleet
 from api.page.residency import MAX_ROWS, Wanted, describe_residency
-from api.page.state import PageStateAt
+from api.page.state import PageState
 from api.prompts.renderer import PromptRenderer
 from api.queries.body_formats import Body, BodyFormat, decode_as
 from api.queries.routes import RawEndpoint, json_response
@@ -74,8 +74,8 @@ _BAD_PARAMETER = problem(422, "A parameter is invalid")
 At = Annotated[str | None, Query(description="A moment of the log, in `kvsight replay --serve`. Default: the newest.")]
 
 
-def page_routes(open_scene: PageStateAt) -> APIRouter:
-    """Return the routes. Viewers of the same scene share its descriptions."""
+def page_routes(open_scene: Callable[[str | None], Awaitable[PageState]]) -> APIRouter:
+    """Return the routes. Viewers of the same scene share its descriptions. open_scene: see `Service.page_state`."""
     router = APIRouter(tags=["page"])
     shared = AnswerCache()
 
@@ -119,7 +119,7 @@ def page_routes(open_scene: PageStateAt) -> APIRouter:
         wanted = Wanted(model, tenant, block_size, worker)
         of_all = wanted._replace(worker=None)
         found = await shared.get("residency", (scene.key, of_all), lambda: describe_residency(scene, of_all))
-        if worker is not None and not found.shows_all:
+        if worker is not None and len(found.residency.columns) < found.residency.num_columns:
             found = await shared.get("residency", (scene.key, wanted), lambda: describe_residency(scene, wanted))
         return json_response(found.select(limit, worker))
 

@@ -1,11 +1,10 @@
 """What there is to show at one moment."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from api.page.worker_history import WorkerHistory
-from api.view_source import ViewSource
+from api.view_source import Capacity, ViewSource
 from api.workers.description import Engines
 from indexer.views import View
 from kv_events.http.fleet import DecisionFunnel
@@ -28,14 +27,9 @@ class PageState:
     """What to do if there is no worker, as the end of a sentence."""
     engines: Engines
     """Registered engines, which have no view until they are heard."""
-    capacity: Callable[[StreamId, int], Mapping[str, int]]
-    """Returns what is known of the room of a rank, medium -> pages, given its tokens per page."""
+    capacity: Capacity
     booked: Callable[[StreamId], Booked]
     """Returns what is reserved on a rank."""
     watch: WorkerHistory
     funnel: Callable[[float, float], DecisionFunnel]
     """Returns the funnel of the hour before a time, in seconds since 1970, with a curve of so many seconds."""
-
-
-PageStateAt: TypeAlias = Callable[[str | None], Awaitable[PageState]]
-"""Returns the scene of a moment, the text of `?at=`, or of None, which is now. Raises ProblemError for a bad moment."""

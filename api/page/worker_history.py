@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -112,13 +112,10 @@ class PageLifetimes:
             rank.removed //= 2
 
 
-class CountedRates(NamedTuple):
-    """The rates before a moment, which are counted from a log."""
-
-    num_intervals: int
-    """At most `NUM_INTERVALS`."""
-    by_stream: dict[StreamId, Rates]
-    """Streams with events."""
+CountedRates: TypeAlias = tuple[int, dict[StreamId, Rates]]
+"""The rates before a moment, counted from a log: how many intervals, at most `NUM_INTERVALS`, and those of streams with
+events.
+"""
 
 
 @dataclass(slots=True)
@@ -145,8 +142,8 @@ class WorkerHistory:
     def of_past(cls, rates: CountedRates, changes: Mapping[StreamId, Iterable[StateChange]]) -> WorkerHistory:
         """Return the history as of a moment of the past. changes: oldest first."""
         watch = cls()
-        watch._num_samples = rates.num_intervals
-        for stream, each in rates.by_stream.items():
+        watch._num_samples, by_stream = rates
+        for stream, each in by_stream.items():
             watch._histories[stream].rates = each
         for stream, several in changes.items():
             watch._histories[stream].changes.extendleft(several)

@@ -3,8 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -64,31 +63,6 @@ _render_answer = msgspec.json.Decoder(_RenderAnswer | _OfOne)
 _tokenize_answer = msgspec.json.Decoder(_TokenizeAnswer)
 
 
-class EngineRenderer:
-    """A client of one engine. Belongs to one event loop."""
-
-    def __init__(self, url: str | None) -> None:
-        self._url = url and url.rstrip("/")
-        self._http = HttpPool(_MAX_ANSWER_BYTES)
-        self.close = self._http.close
-
-    async def render(self, asked: EngineBody, deadline_s: float) -> Rendered:
-        """Return the tokens of a body. Raises NoAnswerError, also if the engine refuses it."""
-        if self._url is None:
-            raise NoAnswerError(NO_ENGINE)
-        send = partial(self._http.send, "POST", deadline_s=deadline_s, headers=_HEADERS, body=asked.data)
-        try:
-            answer = await send(self._url + asked.path)
-            if not _lacks_route(answer):
-                return _of_render(_checked(answer))
-            if not asked.can_be_tokenized:
-                raise NoAnswerError(f"it has no {asked.path}; vLLM has, with --enable-scale-out")
-            tokens = _tokenize_answer.decode(_checked(await send(f"{self._url}/tokenize"))).tokens
-            return Rendered(np.array(tokens, np.uint32))
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise NoAnswerError(f"its answer cannot be read: {error}") from None
-
-
 def _lacks_route(answer: HttpAnswer) -> bool:
     """Return whether the engine lacks a route. An engine that has it answers 404, too: `error` names the model."""
     return answer.status in _NO_ROUTE or (answer.status == HTTPStatus.NOT_FOUND and b'"error"' not in answer.body)
@@ -135,18 +109,15 @@ class PromptRenderer:
         self._cached: dict[bytes, tuple[float, Rendered]] = {}  # by body, until when; the oldest first
         self.outcomes = dict.fromkeys(("rendered", "cached", "failed"), 0)
         """Bodies with text, by what became of them."""
-        self._engine = EngineRenderer(settings.tokenize_url)
+        self._url = settings.tokenize_url and settings.tokenize_url.rstrip("/")
+        self._http = HttpPool(_MAX_ANSWER_BYTES)
         self._local = None
         if settings.tokenizer_file is not None:
             self._local = LocalTokenizer(settings.tokenizer_file, settings.tokenize_at_once)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Close the connections after a block."""
-        try:
-            yield
-        finally:
-            await self._engine.close()
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.close()
 
     async def render(self, body: Mapping[str, Any], deadline_s: float | None = None) -> Rendered:
         """Return the tokens of a decoded body of OpenAI's or Anthropic's, or why they are not known.
@@ -171,7 +142,7 @@ class PromptRenderer:
                 if self._local is not None and isinstance(prompt, str) and asked.can_be_tokenized:
                     found = await self._local.render(prompt, is_special=body.get("add_special_tokens") is not False)
                 else:
-                    found = await self._engine.render(asked, deadline_s)
+                    found = await self._ask_engine(asked, deadline_s)
         except (TimeoutError, NoAnswerError) as error:
             self.outcomes["failed"] += 1
             return Rendered(degraded=f"the tokenizer: {str(error) or f'no answer within {deadline_s:g} s'}")
@@ -191,3 +162,19 @@ class PromptRenderer:
         if rendered.degraded:
             raise ProblemError(503, ProblemKind.UNAVAILABLE, rendered.degraded)
         return rendered
+
+    async def _ask_engine(self, asked: EngineBody, deadline_s: float) -> Rendered:
+        """Return the tokens of a body. Raises NoAnswerError, also if the engine refuses it."""
+        if self._url is None:
+            raise NoAnswerError(NO_ENGINE)
+        send = partial(self._http.send, "POST", deadline_s=deadline_s, headers=_HEADERS, body=asked.data)
+        try:
+            answer = await send(self._url + asked.path)
+            if not _lacks_route(answer):
+                return _of_render(_checked(answer))
+            if not asked.can_be_tokenized:
+                raise NoAnswerError(f"it has no {asked.path}; vLLM has, with --enable-scale-out")
+            tokens = _tokenize_answer.decode(_checked(await send(f"{self._url}/tokenize"))).tokens
+            return Rendered(np.array(tokens, np.uint32))
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise NoAnswerError(f"its answer cannot be read: {error}") from None

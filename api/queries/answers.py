@@ -5,7 +5,7 @@ Answers are structs that msgspec encodes, for queries that `api.fast.writer` doe
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -24,20 +24,12 @@ MISSING_HEADER = "Kvsight-Missing"
 _MAX_NAMES = 20
 
 
-class Answered(NamedTuple):
-    """Answers to several queries."""
-
-    answers: list[bytes | ProblemError]
-    """JSON, or the problem of a query."""
-    missing: list[Missing]
-    """What all of them lack."""
+Answered: TypeAlias = tuple[list[bytes | ProblemError], list[Missing]]
+"""Answers to several queries: the JSON or the problem of each, and what all of them lack."""
 
 
 class Answerer(Protocol):
     """Answers queries. Belongs to the event loop of the consumer."""
-
-    def check_ready(self) -> None:
-        """Raise ProblemError (503) if nothing can be answered yet."""
 
     def knows(self, question: ParsedQuery) -> bool:
         """Return whether the model has workers."""

@@ -103,15 +103,6 @@ class BodyFormat(NamedTuple):
             return "body"
 
 
-class Slim(NamedTuple):
-    """A body in two parts."""
-
-    rest: Data
-    """The body, in which `lists` are empty."""
-    lists: dict[str, memoryview]
-    """The long lists of a large body by field, not decoded."""
-
-
 class LargeBodies:
     """Decodes large bodies in another thread, one at a time: the event loop needs the interpreter, too."""
 
@@ -131,13 +122,13 @@ def is_large(data: Data) -> bool:
     return memoryview(data).nbytes > LARGE_BYTES
 
 
-def slimmed(body: Data, form: BodyFormat) -> Slim:
-    """Take the long lists out of a body, if it is large.
+def slimmed(body: Data, form: BodyFormat) -> tuple[Data, dict[str, memoryview]]:
+    """Take the long lists out of a body, if it is large. Return the rest, in which they are empty, and them by field.
 
-    Raises ProblemError (400, 422) if it is not an object, or is large in anything else.
+    Nothing is decoded. Raises ProblemError (400, 422) if the body is not an object, or is large in anything else.
     """
     if not is_large(body):
-        return Slim(body, {})
+        return body, {}
     data = memoryview(body)
     spans = form.parts(data, MAX_FIELDS, is_object=True)
     if spans is None:
@@ -158,7 +149,7 @@ def slimmed(body: Data, form: BodyFormat) -> Slim:
         key, value = max(members, key=lambda member: len(member[0]) + len(member[1]))
         expected = f"at most {MAX_OTHER_BYTES} bytes in all fields but {', '.join(_LISTS)}"
         raise ProblemError.of_value(InvalidValueError(form.name(key), f"{len(value)} bytes", expected))
-    return Slim(form.join(members), lists)
+    return form.join(members), lists
 
 
 def number_slices(field: str, value: memoryview, form: BodyFormat, expected: str) -> Iterator[list[int]]:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from analysis.explain.asked_prompt import ExplainError, ExplainJob
 from api.problems import ProblemError, ProblemKind
-from api.queries.body_formats import BodyFormat, decode_as, is_large, slimmed
+from api.queries.body_formats import BodyFormat, LargeBodies, decode_as, slimmed
 from api.queries.parsing import BY_ANY, decode_question
 from api.queries.routes import RawEndpoint, json_response
 from kv_events.errors import InvalidValueError
@@ -37,6 +37,7 @@ class ExplainRoute:
         self._folder = folder
         self._timeout_s = timeout_s
         self._is_busy = False
+        self._in_thread = LargeBodies().in_thread
 
     def endpoints(self) -> dict[str, RawEndpoint]:
         """Path -> ASGI application for POST."""
@@ -54,10 +55,25 @@ class ExplainRoute:
             raise ProblemError(429, ProblemKind.EXPLAINING, detail, retry_after_s=_BUSY_RETRY_S)
         self._is_busy = True
         try:
-            job = await _job(body, body_format, self._folder, self._present())
+            job = await self._job(self._folder, body, body_format)
             return json_response(await self._explained(job))
         finally:
             self._is_busy = False
+
+    async def _job(self, folder: Path, body: bytes | bytearray, body_format: BodyFormat) -> ExplainJob:
+        """Decode and check a request. Raises ProblemError."""
+        present = self._present()
+        request, question, numbers = await self._in_thread(body, _decoded, body, body_format)
+        if len(numbers) > MAX_NUMBERS:
+            fault = InvalidValueError(f"len({question.field})", len(numbers), f"at most {MAX_NUMBERS}")
+            raise ProblemError.of_value(fault)
+        return ExplainJob(
+            folder=str(folder),
+            query=question,
+            numbers=numbers.tobytes(),
+            named=request.worker,
+            moment=present if request.at is None else LogMoment(time_s=request.at),
+        )
 
     async def _explained(self, job: ExplainJob) -> bytes:
         """Return the explanation as JSON. Raises ProblemError."""
@@ -79,23 +95,9 @@ class ExplainRoute:
         return answer
 
 
-async def _job(body: bytes | bytearray, body_format: BodyFormat, folder: Path, present: LogMoment) -> ExplainJob:
-    """Decode and check a request. present: its moment, unless it names one. Raises ProblemError."""
-    if is_large(body):
-        request, question, numbers = await asyncio.to_thread(_decoded, body, body_format)
-    else:
-        request, question, numbers = _decoded(body, body_format)
-    if len(numbers) > MAX_NUMBERS:
-        fault = InvalidValueError(f"len({question.field})", len(numbers), f"at most {MAX_NUMBERS}")
-        raise ProblemError.of_value(fault)
-    moment = present if request.at is None else LogMoment(time_s=request.at)
-    return ExplainJob(
-        folder=str(folder), query=question, numbers=numbers.tobytes(), named=request.worker, moment=moment
-    )
-
-
 def _decoded(body: bytes | bytearray, body_format: BodyFormat) -> tuple[ExplainRequest, ParsedQuery, PromptArray]:
-    request = decode_as(ExplainRequest, slimmed(body, body_format).rest, body_format)
+    rest, _ = slimmed(body, body_format)
+    request = decode_as(ExplainRequest, rest, body_format)
     return request, *decode_question(body, body_format, BY_ANY)
 
 

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from api.access.rate_limits import OF_REQUEST, TenantRates
 from api.problems import ProblemError, ProblemKind
+from api.prompts.renderer import PromptRenderer
 from api.queries.answers import MISSING_HEADER, Answerer
 from api.queries.body_formats import (
     JSON,
@@ -28,13 +29,10 @@ from api.queries.body_formats import (
     format_of,
 )
 from api.queries.parsing import BY_ANY, BY_HASH, BY_TOKENS, decode_question
-from api.queries.text import TokensOf, has_text, without_text
+from api.queries.text import has_text, without_text
 from indexer.slices import Slices
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.http.queries import Missing
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 Handler = Callable[[Body, BodyFormat], Awaitable[Response]]
 _REQUEST: ContextVar[Request] = ContextVar("request")  # of the route that runs
@@ -46,19 +44,19 @@ class QueryRoutes:
     def __init__(
         self,
         answerer: Answerer,
-        is_ready: Callable[[], bool],
+        check_ready: Callable[[], None],
         max_body_bytes: int,
         tenants: TenantRates | None = None,
-        tokens_of: TokensOf | None = None,
+        renderer: PromptRenderer | None = None,
     ) -> None:
-        """is_ready: whether queries may be answered yet. tenants: bounds on their queries, if any. tokens_of: see
-        `TokensOf`. None: prompts must not be text.
+        """check_ready: raises ProblemError (503) if nothing may be answered yet. tenants: bounds on their queries, if
+        any. renderer: makes the tokens of text. None: prompts must not be text.
         """
         self._answerer = answerer
-        self._is_ready = is_ready
+        self._check_ready = check_ready
         self._max_body_bytes = max_body_bytes
         self._tenants = tenants
-        self._tokens_of = tokens_of
+        self._renderer = renderer
         self._in_thread = LargeBodies().in_thread
 
     def endpoints(self) -> dict[str, RawEndpoint]:
@@ -72,11 +70,11 @@ class QueryRoutes:
 
     async def _query(self, fields: Collection[str], body: Body, body_format: BodyFormat) -> Response:
         self._check_ready()
-        tokens_of = self._tokens_of if fields is BY_TOKENS else None
-        if tokens_of is not None and await self._in_thread(body, has_text, body, body_format):
+        renderer = self._renderer if fields is BY_TOKENS else None
+        if renderer is not None and await self._in_thread(body, has_text, body, body_format):
             given = await self._in_thread(body, decode_as, dict, body, body_format)
             asked = await self._admitted(without_text(given, body_format), body_format, fields)  # before the engine
-            rendered = await tokens_of(given)
+            rendered = await renderer.tokens(given)
             asked = replace(asked[0], media=rendered.media), rendered.token_ids
         else:
             asked = await self._admitted(body, body_format, fields)
@@ -112,11 +110,6 @@ class QueryRoutes:
         body = b'{"results":[' + b",".join(parts) + b"]" + tail + b"}"
         headers = _header_of(missing)
         return Response(body, headers=headers, media_type="application/json")
-
-    def _check_ready(self) -> None:
-        self._answerer.check_ready()
-        if not self._is_ready():
-            raise ProblemError(503, ProblemKind.UNAVAILABLE, "the log is not applied yet, see /ready", retry_after_s=1)
 
     async def _admitted(
         self, data: Data, body_format: BodyFormat, fields: Collection[str]

@@ -1,12 +1,12 @@
 """Queries whose prompt is text: they become queries by tokens."""
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from api.problems import ProblemError
-from api.prompts.bodies import ROUTES, Rendered
+from api.prompts.bodies import ROUTES
 from api.queries.body_formats import MAX_FIELDS, NUMBERS, Body, BodyFormat, is_large
 from kv_events.errors import InvalidValueError
 from kv_events.http.queries import PeerQuery, RfcQuery
@@ -15,8 +15,6 @@ MAX_TEXT_BYTES = 8 * 2**20
 """Largest body with text: images may be in it."""
 MAX_TEXT_OBJECTS = 2**17
 """Most lists, objects and strings in such a body, keys included: the interpreter stops while they are made."""
-TokensOf: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Rendered]]
-"""Returns the tokens of a body. Raises ProblemError if they are not known."""
 
 
 def has_text(body: Body, form: BodyFormat) -> bool:

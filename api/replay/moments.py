@@ -7,16 +7,15 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 
 from api.background import run_in_daemon_thread
 from api.decisions.window import WINDOW_S, DecisionWindow
-from api.page.worker_history import INTERVAL_S, NUM_INTERVALS, CountedRates
+from api.page.worker_history import INTERVAL_S, NUM_INTERVALS, CountedRates, Rates
 from api.problems import ProblemError, ProblemKind
 from indexer.replay import PastRecords, Replay, Timeline
-from indexer.settings import IndexerSettings
 from kv_events.codec import batch_or_none
 from kv_events.decisions import DecisionRecord
 from kv_events.errors import InvalidValueError, KvsightError, RecordRejectedError
@@ -50,14 +49,14 @@ class RateHistory:
         missing = [number for number in wanted if number not in self._intervals]
         if missing:
             self._count(timeline, missing[0], missing[-1] + 1)
-        found = CountedRates(len(wanted), {})
+        by_stream: dict[StreamId, Rates] = {}
         for row, number in enumerate(wanted):
             for stream, pages in self._intervals[number].items():
-                rates = found.by_stream.setdefault(stream, np.zeros((len(wanted), 2)))
+                rates = by_stream.setdefault(stream, np.zeros((len(wanted), 2)))
                 rates[row] = np.array(pages) / INTERVAL_S
         while len(self._intervals) > _MOST_INTERVALS:
             self._intervals.popitem(last=False)
-        return found
+        return len(wanted), by_stream
 
     def _count(self, timeline: Timeline, first: int, end: int) -> None:
         """Count the intervals [first, end)."""
@@ -144,13 +143,8 @@ class OutsideTheLogError(KvsightError):
     """A moment is before or behind the records of a log."""
 
 
-class History(NamedTuple):
-    """What preceded a moment."""
-
-    rates: CountedRates
-    funnel: DecisionFunnel
-    booked: Mapping[StreamId, Booked]
-    """What was reserved on each rank that had reservations."""
+History: TypeAlias = tuple[CountedRates, DecisionFunnel, Mapping[StreamId, Booked]]
+"""What preceded a moment, and what was reserved on each rank that had reservations."""
 
 
 @dataclass(slots=True)
@@ -173,12 +167,12 @@ class OpenMoments:
     A moment that nobody reads is moved forward to a later one near by, which is quicker than to open it.
     """
 
-    def __init__(self, folder: Path, default: LogMoment, settings: IndexerSettings | None = None) -> None:
+    def __init__(self, folder: Path, default: LogMoment) -> None:
         """default: the moment of requests that name none.
 
         Raises EventLogError if there is no log, OutsideTheLogError if the default is outside, or OSError.
         """
-        self._timeline = Timeline(folder, settings)  # used by one thread at a time, while it holds `_working`
+        self._timeline = Timeline(folder)  # used by one thread at a time, while it holds `_working`
         self.extent = self._timeline.extent
         self.default = default
         if default.offsets is not None:

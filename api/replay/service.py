@@ -33,6 +33,7 @@ from indexer.namespaces import Namespaces
 from indexer.replay import Timeline
 from indexer.views import View
 from kv_events.log.moments import LogMoment
+from kv_events.streams import StreamId
 from selection.book import Booked
 from selection.past import PastBook
 from selection.settings import SelectionSettings
@@ -174,7 +175,7 @@ class ReplayService(Service):
         self._decisions = DecisionHistory(folder)
         self._book = PastBook(folder, selection)
         explain = ExplainRoute(folder, settings.explain_timeout_s, lambda: present_moment().moment)
-        queries = QueryRoutes(LocalAnswers(self.views), lambda: True, settings.max_body_bytes)
+        queries = QueryRoutes(LocalAnswers(self.views), lambda: None, settings.max_body_bytes)
         self.endpoints: dict[str, Endpoint] = {**queries.endpoints(), **explain.endpoints()}
         past = past_routes(self._moments, self._marks, folder.name, damage)
         self.routers = [worker_routes(self.views), past, _refusing_routes()]
@@ -190,15 +191,15 @@ class ReplayService(Service):
         index, now = opened.views.index, opened.views.now
 
         def history(timeline: Timeline) -> History:
-            return opened.history or History(
+            return opened.history or (
                 self._rates.rates(timeline, now),
                 self._decisions.funnel(timeline, index, now),
                 self._book.at(timeline, opened.moment, opened.views).all_booked(),
             )
 
-        found = opened.history
-        if found is None:
-            found = opened.history = await self._moments.work(history)
+        if opened.history is None:
+            opened.history = await self._moments.work(history)
+        rates, funnel, booked = opened.history
         return PageState(
             key=f"{opened.moment.text} {self._moments.extent.next_index} {self._marks.next_index}",
             is_past=True,
@@ -207,14 +208,14 @@ class ReplayService(Service):
             is_resync_requested=lambda _view: False,
             next_step="the log has none at this moment",
             engines={},
-            capacity=lambda _stream, _block_size: {},
-            booked=lambda stream: found.booked.get(stream, Booked()),
-            watch=WorkerHistory.of_past(found.rates, self._marks.changes_before(index)),
-            funnel=lambda _now, _range_s: found.funnel,
+            capacity=_no_capacity,
+            booked=lambda stream: booked.get(stream, Booked()),
+            watch=WorkerHistory.of_past(rates, self._marks.changes_before(index)),
+            funnel=lambda _now, _range_s: funnel,
         )
 
     async def metrics(self) -> bytes:
-        return await metrics_text(ViewMetrics(self.views, self.settings.metrics_max_workers))
+        return await metrics_text(ViewMetrics(self.views, self.settings.metrics_max_workers, _no_capacity))
 
     def amend_document(self, document: dict[str, Any]) -> None:
         for path in _WRITING:
@@ -225,6 +226,10 @@ class ReplayService(Service):
             for operation in operations.values() if shows_moment(path) else ():
                 others = [each for each in operation.get("parameters", []) if each["name"] != "at"]
                 operation["parameters"] = [*others, at]
+
+
+def _no_capacity(_stream: StreamId, _block_size: int) -> dict[str, int]:
+    return {}
 
 
 def _refusing_routes() -> APIRouter:

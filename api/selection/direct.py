@@ -49,22 +49,16 @@ _OPENINGS = b'","sequence_hashes":[', b'],"isl_tokens":', b',"track_prefill_toke
 _NO_RECORD = RecordTexts(texts(()), texts(()), np.zeros(0, np.int32))
 
 
-class DirectTable(NamedTuple):
-    """What answers say about a roster."""
-
-    pinned: SelectionTable
-    choices: BookedChoices
-    """Those of the table."""
-    answer_bytes: int
-    """Bound on the size of an answer."""
-
-
 class SelectionPlan(NamedTuple):
     """How requests are answered that ask the same about different prompts."""
 
     found: Plan
     scale: float  # see `least_work`
-    table: DirectTable
+    table: SelectionTable
+    choices: BookedChoices
+    """Those of the table."""
+    answer_bytes: int
+    """See `direct_table`."""
     name: int
     """Number of the first reservation."""
     moments: tuple[float, float, float]
@@ -86,32 +80,22 @@ class SelectionPlan(NamedTuple):
         if self.allowed is not None:
             self.is_allowed[:] = self.allowed
         try:
-            answered = select_requests(sockets, sizes, *query, self.table.pinned, choice, self.session)
+            answered = select_requests(sockets, sizes, *query, self.table, choice, self.session)
         finally:
             if self.allowed is not None:
                 self.is_allowed[:] = True
-        if self.table.choices.made[NUM_RECORDS]:
+        if self.choices.made[NUM_RECORDS]:
             self.note()
         return answered
-
-    @property
-    def answer_bytes(self) -> int:
-        """See `DirectTable`."""
-        return self.table.answer_bytes
-
-
-class DirectSteps(NamedTuple):
-    """What records of the steps of a replica have in common, and room for those of one call."""
-
-    table: StepTable
-    pinned: StepTable
 
 
 class StepPlan(NamedTuple):
     """How requests are answered that say the same of different reservations."""
 
     book: Book
-    steps: DirectSteps
+    table: StepTable
+    pinned: StepTable
+    """See `direct_steps`."""
     step: str
     now: float
     """In seconds since 1970."""
@@ -125,31 +109,34 @@ class StepPlan(NamedTuple):
 
     def answer_requests(self, sockets: SocketBuffers, count: int, head_size: int, _times: Times) -> int:
         """Call `follow_requests`."""
-        step, (table, pinned), times = STEPS.index(self.step), self.steps, (self.now, self.book.ttl_s)
-        answered = follow_requests(sockets, count, head_size, self.book.pinned, pinned, step, times)
-        num_steps, num_prefills, num_bytes = table.made.tolist()
+        step, times = STEPS.index(self.step), (self.now, self.book.ttl_s)
+        answered = follow_requests(sockets, count, head_size, self.book.pinned, self.pinned, step, times)
+        num_steps, num_prefills, num_bytes = self.table.made.tolist()
         if num_steps:
             kinds = Counter({self.step: num_steps})
             kinds[RELEASED] += num_prefills
-            self.put(kinds, table.records[:num_bytes].tobytes())
+            self.put(kinds, self.table.records[:num_bytes].tobytes())
         return answered
 
 
-def direct_steps(replica: str, answer: bytes) -> DirectSteps:
-    """Return what is needed for the steps that a replica notes. answer: to each of the requests."""
+def direct_steps(replica: str, answer: bytes) -> tuple[StepTable, StepTable]:
+    """Return the table of the steps that a replica notes, and the same pinned. answer: to each of the requests."""
     packed = msgspec.msgpack.encode
     _, opening = record_openings(replica)
     pieces = opening, *(packed(step) + packed(None) for step in STEPS), AT_PREFILL.encode()
     most_bytes = 2 * MOST_AT_ONCE * (len(opening) + MAX_REQUEST_ID_BYTES + _BYTES_PER_RECORD)
     rooms = np.zeros(3, np.int64), np.zeros(most_bytes, np.uint8), np.zeros(MAX_REQUEST_ID_BYTES, np.uint8)
     table = StepTable(texts(pieces), *rooms, np.frombuffer(bytearray(answer), np.uint8))
-    return DirectSteps(table, pin(table))
+    return table, pin(table)
 
 
 def direct_table(
     roster: Roster, book: Book, namespace: Namespace, selector: Selector | None, *, is_explained: bool
-) -> DirectTable:
-    """Return what answers say about a roster. selector: names reservations. None: nothing is booked."""
+) -> tuple[SelectionTable, BookedChoices, int]:
+    """Return what answers say about a roster, pinned; the choices in it; and a bound on the size of an answer.
+
+    selector: names reservations. None: nothing is booked.
+    """
     (model, tenant, block_size), beginnings, pieces = namespace.key, list[bytes](), list[bytes]()
     openings, opening, choices, record = list[bytes](), b"{", make_choices(0, 0, 0), _NO_RECORD
     if selector is not None:
@@ -193,7 +180,7 @@ def direct_table(
         np.zeros(len(beginnings)),
         np.zeros(most_bytes, np.uint8),
     )
-    return DirectTable(pin(table), choices, most_bytes)
+    return pin(table), choices, most_bytes
 
 
 def _candidate_pieces(rank: StreamId) -> list[bytes]:

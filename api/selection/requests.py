@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from msgspec import UNSET
 
 from api.problems import ProblemError, ProblemKind
-from api.prompts.bodies import Rendered
+from api.prompts.renderer import PromptRenderer
 from api.queries.body_formats import Body, BodyFormat, decode_as, slimmed
 from api.queries.parsing import long_numbers, numbers_of
 from kv_events.errors import InvalidValueError
@@ -22,11 +22,6 @@ from kv_events.http.selection import ReserveRequest, SelectRequest
 
 _HASH_BITS = 64
 _FIRST_MESSAGES = 2  # mostly those of the system and the user
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-Render: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[Rendered]]
-"""Returns the tokens of a body with text, or why they are not known. Raises ProblemError for a body that is wrong."""
 
 _FIELDS = ("token_ids", "block_hashes")
 
@@ -59,9 +54,9 @@ def decoded_text(body: Body, body_format: BodyFormat) -> tuple[SelectRequest, Ma
     return decode_as(SelectRequest, body_format.encode(fields), body_format), given
 
 
-async def rendered_prompt(request: SelectRequest, given: Mapping[str, Any], render: Render) -> Prompt:
+async def rendered_prompt(request: SelectRequest, given: Mapping[str, Any], renderer: PromptRenderer) -> Prompt:
     """Let an engine make the tokens of a body with text. Raises ProblemError."""
-    rendered = await render(given)
+    rendered = await renderer.render(given)
     question = replace(question_of(request, "token_ids"), media=rendered.media)
     return Prompt(question, rendered.token_ids, None, None, rendered.degraded)
 

@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from api.access.guard import scope_of
 from api.fast.fast_path import BodylessRoute
-from api.fast.heads import BodylessLine
 from api.fast.kernels.recognise import NAME_IN_LINE
 from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
@@ -65,15 +64,18 @@ class Reservations:
         served: ViewSource,
         rosters: Rosters,
         exchange: ReservationExchange,
-        is_ready: Callable[[], bool],
+        check_ready: Callable[[], None],
         max_body_bytes: int,
     ) -> None:
-        """exchange: gets each record after it was applied to its book. is_ready: whether workers may be chosen yet."""
+        """exchange: gets each record after it was applied to its book.
+
+        check_ready: raises ProblemError (503) if no worker may be chosen yet.
+        """
         self._served = served
         self._exchange = exchange
         self.book = exchange.book
         self._rosters = rosters
-        self._is_ready = is_ready
+        self._check_log = check_ready
         self._max_body_bytes = max_body_bytes
         self.in_thread = LargeBodies().in_thread
         """For bodies of the selection service."""
@@ -85,8 +87,7 @@ class Reservations:
     def namespace(self, model: str, tenant: str) -> Namespace:
         """Return the namespace of a model. Raises ProblemError (503, 409)."""
         self._check_ready()
-        if not self._is_ready():
-            raise ProblemError(503, ProblemKind.UNAVAILABLE, "the log is not applied yet, see /ready", retry_after_s=1)
+        self._check_log()
         found = self._served.namespaces.find(model, tenant)
         if not found:
             detail = f"no schedulable workers for model={model} routing_group={tenant}"
@@ -215,8 +216,7 @@ class Reservations:
 
     def bodyless_route(self) -> BodylessRoute:
         """Return how steps without a body are answered in the fast path, as the routes of `router` do."""
-        line = BodylessLine(_STEP, scope_of("DELETE", "/reservations/x"))
-        return BodylessRoute(line, self._answer_step, self._plan_steps)
+        return BodylessRoute(_STEP, scope_of("DELETE", "/reservations/x"), self._answer_step, self._plan_steps)
 
     def _answer_step(self, released: bytes | None, going_on: bytes | None, step: bytes | None) -> bytes:
         self._progress((released or going_on or b"").decode(), _step_of(step))
@@ -225,7 +225,7 @@ class Reservations:
     def _plan_steps(self, step: bytes | None) -> StepPlan | None:
         if self._exchange.why_not_ready():
             return None  # FastAPI's route reports it
-        return StepPlan(self.book, self._steps, _step_of(step), self._served.now(), self._exchange.put_joined)
+        return StepPlan(self.book, *self._steps, _step_of(step), self._served.now(), self._exchange.put_joined)
 
     def router(self) -> APIRouter:
         """Return the routes whose paths have parameters."""

@@ -15,27 +15,26 @@ from starlette.responses import Response
 from api.access.rate_limits import TenantRates
 from api.fast.fast_path import TextRoute
 from api.fast.templates import TemplateCache
-from api.fast.writer import AnswerWriter, PromptFound
+from api.fast.writer import AnswerWriter, prompt_of
 from api.problems import ProblemError, ProblemKind
+from api.prompts.renderer import PromptRenderer
 from api.queries.body_formats import JSON, Body, BodyFormat, decode_as
 from api.queries.routes import Handler, RawEndpoint, check_connected, json_response
 from api.queries.text import has_text
 from api.selection.answers import loads_of, overlaps_of, selection_of
 from api.selection.direct import SelectionPlan, direct_table, session_text
 from api.selection.kernels.record import NUM_RECORDS
-from api.selection.requests import Prompt, Render, decoded, decoded_text, question_of, rendered_prompt
+from api.selection.requests import decoded, decoded_text, question_of, rendered_prompt
 from api.selection.reservations import Reservations, check_id
 from api.view_source import ViewSource
 from indexer.namespaces import Namespace
 from kv_events.http.selection import Selection, SelectRequest
 from kv_events.limits import MAX_REQUEST_ID_BYTES
 from selection.exchange import ReservationExchange
-from selection.policies import create_policy
 from selection.roster import Directory, Found, Rosters, Weighed
 from selection.selector import NoCandidateError, Selector, session_of
 from selection.settings import SelectionSettings
 
-_NO_NUMBERS = np.zeros(0, np.uint32)
 _RESERVE = "/select_and_reserve"
 _only_python = attrgetter("isl_tokens", "pinned_worker", "affinity_target")
 """Fields that kernels do not know."""
@@ -50,23 +49,21 @@ class SelectionRoutes:
         settings: SelectionSettings,
         directory: Directory,
         exchange: ReservationExchange,
-        render: Render,
+        renderer: PromptRenderer,
         tenants: TenantRates | None,
-        is_ready: Callable[[], bool],
+        check_ready: Callable[[], None],
         max_body_bytes: int,
     ) -> None:
         """exchange: has the book, and gets each record after it was applied. tenants: bounds on their requests, if any.
 
-        is_ready: whether workers may be chosen yet.
+        check_ready: raises ProblemError (503) if no worker may be chosen yet.
         """
         rosters = Rosters(exchange.book, directory)
         self.exchange = exchange
-        self.reservations = Reservations(served, rosters, exchange, is_ready, max_body_bytes)
+        self.reservations = Reservations(served, rosters, exchange, check_ready, max_body_bytes)
         self._served = served
-        self._selector = Selector(
-            rosters, partial(create_policy, settings.policy), exchange.replica, exchange.book.__contains__
-        )
-        self._render = render
+        self._selector = Selector(rosters, settings.policy, exchange.replica, exchange.book)
+        self._renderer = renderer
         self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._writer = AnswerWriter()
@@ -96,10 +93,12 @@ class SelectionRoutes:
 
     def _answer(self, request: SelectRequest, text: bytes, start: int, end: int, *, is_reserving: bool) -> bytes | None:
         namespace, question = self._namespace(request), question_of(request, "token_ids")
-        read = self._writer.find_text(question, text, start, namespace, self._served.freshness)
-        if read is None or read[1] != end:
+        prompt = self._writer.prompt_of_text(question, text, start, end)
+        found = None if prompt is None else self._writer.find(question, prompt, namespace, self._served.freshness)
+        if found is None:
             return None
-        found = _found(read[0], Prompt(question, _NO_NUMBERS, None, request.isl_tokens), namespace)
+        if request.isl_tokens is not None:
+            found = found._replace(tokens=request.isl_tokens)
         return msgspec.json.encode(self._placed(request, found, namespace, is_reserving=is_reserving))
 
     def _plan(self, request: SelectRequest, *, is_reserving: bool) -> SelectionPlan | None:
@@ -120,20 +119,21 @@ class SelectionRoutes:
         if kind not in roster.kept:
             books = selector if is_reserving else None
             roster.kept[kind] = direct_table(roster, book, namespace, books, is_explained=request.explain)
-        table, found = roster.kept[kind], self._writer.plan(question_of(request, "token_ids"), namespace)
+        table, choices, answer_bytes = roster.kept[kind]
+        found = self._writer.plan(question_of(request, "token_ids"), namespace)
 
         def note() -> None:
             if not request.selection_id:
-                selector.num_named += table.choices.made.item(NUM_RECORDS)
-            self.reservations.note(table.choices, roster.ranks, now)
+                selector.num_named += choices.made.item(NUM_RECORDS)
+            self.reservations.note(choices, roster.ranks, now)
 
         moments, first_name = (now, book.held_until(now), book.ttl_s), selector.num_named + 1
         allowed = None
         if request.allowed_worker_ids is not None:
             given = set(map(str, request.allowed_worker_ids))
             allowed = np.array([rank.worker in given for rank in roster.ranks], np.bool_)
-        choice = scale, table, first_name, moments, session_text(session), roster.columns.is_allowed, allowed
-        return SelectionPlan(found, *choice, note)
+        choice = scale, table, choices, answer_bytes, first_name, moments
+        return SelectionPlan(found, *choice, session_text(session), roster.columns.is_allowed, allowed, note)
 
     async def _select(self, body: Body, body_format: BodyFormat, *, is_reserving: bool) -> Response:
         request, namespace, found = await self._asked(body, body_format)
@@ -175,7 +175,7 @@ class SelectionRoutes:
         if await self.reservations.in_thread(body, has_text, body, body_format):
             request, given = await self.reservations.in_thread(body, decoded_text, body, body_format)
             self._admit(request)  # before an engine is asked
-            prompt = await rendered_prompt(request, given, self._render)
+            prompt = await rendered_prompt(request, given, self._renderer)
             await check_connected()  # nobody would release what is booked
         else:
             request, prompt = await self.reservations.in_thread(body, decoded, SelectRequest, body, body_format)
@@ -185,8 +185,11 @@ class SelectionRoutes:
             hashes = question.hashes(numbers, namespace.key.block_size)
             question, prompt = replace(question, field="seq_hashes", media=()), prompt._replace(tokens=len(numbers))
             numbers = hashes
-        held = self._writer.find(question, numbers, namespace, self._served.freshness)
-        return request, namespace, _found(held, prompt, namespace)
+        found = self._writer.find(question, prompt_of(question, numbers), namespace, self._served.freshness)
+        assert found is not None, "only texts may be unreadable"
+        tokens = found.tokens if prompt.tokens is None else prompt.tokens
+        hashes = found.hashes if prompt.booked is None else prompt.booked
+        return request, namespace, found._replace(hashes=hashes, tokens=tokens, degraded=prompt.degraded)
 
     def _admit(self, request: SelectRequest) -> None:
         """Check that there are workers of the model, and count the request for its tenant. Raises ProblemError."""
@@ -216,13 +219,3 @@ def _decoded_text(body: bytes) -> tuple[SelectRequest, list[int]]:
 
 def _unavailable(detail: str) -> ProblemError:
     return ProblemError(503, ProblemKind.UNAVAILABLE, detail, retry_after_s=1)
-
-
-def _found(held: PromptFound, prompt: Prompt, namespace: Namespace) -> Found:
-    tokens = prompt.tokens
-    if tokens is None and prompt.question.field == "token_ids":
-        tokens = held.num_positions + prompt.question.is_bigram
-    if tokens is None:
-        tokens = held.num_positions * namespace.key.block_size
-    hashes = held.hashes if prompt.booked is None else prompt.booked
-    return Found(hashes, tokens, held.streams, held.pages, prompt.degraded)

@@ -56,7 +56,6 @@ class ShardGroup:
         """consumer: that of a member. Raises InvalidValueError for settings that do not fit each other."""
         assert consumer.owned is not None
         self.membership = membership
-        self._consumer = consumer
         self._own = LocalShard(consumer, consumer.owned)
         tls = None
         if settings.group_ca_file is not None:

@@ -198,7 +198,7 @@ class ScatterGather:
         if again:  # workers use block sizes that were not known here
             missing = await self._round(again)
         self.missing = missing
-        return Answered([self._answer(prompt, missing) for prompt in prompts], missing)
+        return [self._answer(prompt, missing) for prompt in prompts], missing
 
     def knows(self, question: ParsedQuery) -> bool:
         """See `Answerer`. A model is known once its workers have been seen."""

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import fields
 from itertools import accumulate
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -22,7 +22,7 @@ from prometheus_client.utils import floatToGoString
 
 from api.access.rate_limits import TenantRates
 from api.telemetry.families import Collected, counter, gauge
-from api.view_source import ViewSource
+from api.view_source import Capacity, ViewSource
 from indexer.consumer import Consumer
 from indexer.views import View, ViewCounters, ViewState, least_trusted
 from indexer.writing.queue import WriteQueue
@@ -40,38 +40,10 @@ _LABELS = ("model", "tenant", "worker")
 Counts = NDArray[np.int64]
 
 
-class WorkerLabels(NamedTuple):
-    """Labels of a worker's series. Group streams of hybrid models have a model label of their own."""
-
-    model: str
-    tenant: str
-    worker: str
-
-
-OTHER = WorkerLabels("other", "other", "other")
+WorkerLabels: TypeAlias = tuple[str, str, str]
+"""Model, tenant and name of a worker. Group streams of hybrid models have a model of their own."""
+OTHER: WorkerLabels = "other", "other", "other"
 """Labels of all workers beyond the limit."""
-
-
-def capacity_families(
-    views: Sequence[View], capacity: Callable[[StreamId, int], Mapping[str, int]], max_workers: int
-) -> Iterator[Metric]:
-    """Yield the room of each worker, summed over its ranks. Workers beyond `max_workers` share the labels `other`.
-
-    capacity: stream and tokens per page -> medium -> pages.
-    """
-    sums: dict[tuple[str, ...], int] = {}
-    known: set[WorkerLabels] = set()
-    for view in views:
-        if pages := capacity(view.stream, view.block_size):
-            labels = WorkerLabels(*view.stream[:3])
-            if labels in known or len(known) < max_workers:
-                known.add(labels)
-            else:
-                labels = OTHER
-            for medium, number in pages.items():
-                sums[*labels, medium] = sums.get((*labels, medium), 0) + number
-    text = "Pages for which a worker has room, where it is known"
-    yield gauge("kvsight_worker_capacity_pages", text, sums, *_LABELS, "medium")
 
 
 _BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
@@ -86,15 +58,11 @@ _STREAM_COUNTERS = {
 class HttpMetrics:
     """Metrics of one application, in their own registry."""
 
-    def __init__(
-        self, consumer: Consumer, timed_paths: Collection[str], num_listening: Callable[[], int], max_workers: int
-    ) -> None:
-        """num_listening: counts the callers of /events. max_workers: workers that have series of their own."""
+    def __init__(self, consumer: Consumer, timed_paths: Collection[str], max_workers: int, capacity: Capacity) -> None:
+        """max_workers, capacity: see `ViewMetrics`."""
         self.registry = CollectorRegistry()
-        listening = Gauge("kvsight_event_clients", "Callers of GET /events", registry=self.registry)
-        listening.set_function(num_listening)
         self.add(lambda: consumer_families(consumer))
-        self.registry.register(ViewMetrics(consumer, max_workers))
+        self.registry.register(ViewMetrics(consumer, max_workers, capacity))
         self.queries = QueryMetrics(timed_paths)
         self.registry.register(self.queries)
         self.errors = PrometheusCounter(
@@ -200,10 +168,11 @@ def tenant_families(served: ViewSource, rates: TenantRates) -> Iterator[Metric]:
 class ViewMetrics(Collector):
     """Metrics of the views, read at each scrape. Workers beyond a limit share one set of series."""
 
-    def __init__(self, served: ViewSource, max_workers: int) -> None:
-        """max_workers: workers that have series of their own."""
+    def __init__(self, served: ViewSource, max_workers: int, capacity: Capacity) -> None:
+        """max_workers: workers that have series of their own. capacity: returns the room of a rank."""
         self._served = served
         self._max_workers = max_workers
+        self._capacity = capacity
         self._last: dict[StreamId, tuple[int, ...]] = {}  # counters at the last scrape
         self._totals = np.zeros(len(COUNTER_NAMES), np.int64)
         self._of_workers: dict[WorkerLabels, Counts] = {}
@@ -246,25 +215,30 @@ class ViewMetrics(Collector):
     def _worker_families(self, views: Sequence[View], growth: Counts) -> Iterator[Metric]:
         """Yield sums over the ranks of each worker. A worker keeps its series as long as it has a view."""
         served, now = self._served, self._served.now()
-        workers = [WorkerLabels(*view.stream[:3]) for view in views]
+        workers = [view.stream[:3] for view in views]
         self._choose(dict.fromkeys(workers))
         held = {labels: [0] * len(MEDIA) for labels in self._of_workers}
         found: dict[WorkerLabels, dict[WorkerLabels, ViewState]] = {labels: {} for labels in self._of_workers}
         ages: dict[WorkerLabels, float] = {}
+        rooms: Counter[tuple[str, ...]] = Counter()
         for view, worker, grown in zip(views, workers, growth[:, _COLUMNS], strict=True):
             labels = worker if worker in self._of_workers else OTHER
             self._of_workers[labels] += grown
             held[labels] = [sum(pair) for pair in zip(held[labels], view.num_pages, strict=True)]
             ages[labels] = max(ages.get(labels, 0.0), now - view.last_batch_at)
+            for medium, number in self._capacity(view.stream, view.block_size).items():
+                rooms[*labels, medium] += number
             state, of_ranks = served.freshness.state(view), found[labels]
             of_ranks[worker] = least_trusted((of_ranks.get(worker, state), state))
         pages, states = {}, {}
         for labels in self._of_workers:
-            for medium, number in zip(MEDIA, held[labels], strict=True):
-                pages[*labels, medium.value] = number
+            for tier, number in zip(MEDIA, held[labels], strict=True):
+                pages[*labels, tier.value] = number
             for state in ViewState:
                 states[*labels, state.value] = [*found[labels].values()].count(state)
         yield gauge("kvsight_worker_pages", "Pages that a worker holds", pages, *_LABELS, "medium")
+        text = "Pages for which a worker has room, where it is known"
+        yield gauge("kvsight_worker_capacity_pages", text, rooms, *_LABELS, "medium")
         text = "Workers in a state: 1 for the state of a worker"
         yield gauge("kvsight_worker_state", text, states, *_LABELS, "state")
         yield gauge("kvsight_worker_view_age_seconds", "Time since the worker was last heard", ages, *_LABELS)

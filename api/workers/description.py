@@ -34,37 +34,22 @@ Engines = Mapping[StreamId, "EngineStatus"]
 """Rank -> the status of the engine's reader."""
 
 
-class Cause(NamedTuple):
-    """Why a view is not live."""
+def _cause(reason: str, stream: StreamId, engine: EngineStatus | None) -> dict[str, Any]:
+    """Return the fields `cause`, `cause_since` and `remedy` of a listener: what is known best.
 
-    text: str
-    since: float | None
-
-    @property
-    def remedy(self) -> str:
-        return remedy(self.text)
-
-    @classmethod
-    def of_view(cls, served: ViewSource, view: View, engine: EngineStatus | None) -> Cause:
-        """engine: the reader of the view's engine."""
-        is_live = served.freshness.state(view) is ViewState.LIVE
-        return cls("", None) if is_live else cls.of(served.reason(view), view.stream, engine)
-
-    @classmethod
-    def of(cls, reason: str, stream: StreamId, engine: EngineStatus | None) -> Cause:
-        """Return what is known best. reason: why the view is not live; "new": it has no batch. engine: its reader."""
-        if engine is None:
-            return cls(reason, None)
-        if engine.down_s is not None and reason in (ENGINE_UNHEARD, "new"):
-            return cls(engine.failure or f"{engine.engine.endpoint}: not connected yet", time.time() - engine.down_s)
-        if engine.failure is not None or reason == "new" or reason == ENGINE_UNHEARD:
-            return cls(engine.failure or "connected, but nothing has arrived since", None)
-        missed = engine.missed.get(stream.worker)
-        return (
-            cls(reason, None)
-            if missed is None or not reason.startswith(BATCHES_LOST)
-            else cls(str(missed), missed.since)
-        )
+    reason: why the view is not live; "new": it has no batch. engine: its reader.
+    """
+    text, since = reason, None
+    if engine is not None:
+        is_unheard, missed = reason in (ENGINE_UNHEARD, "new"), engine.missed.get(stream.worker)
+        if engine.down_s is not None and is_unheard:
+            text = engine.failure or f"{engine.engine.endpoint}: not connected yet"
+            since = time.time() - engine.down_s
+        elif engine.failure is not None or is_unheard:
+            text = engine.failure or "connected, but nothing has arrived since"
+        elif missed is not None and reason.startswith(BATCHES_LOST):
+            text, since = str(missed), missed.since
+    return {"cause": text, "cause_since": since, "remedy": remedy(text)}
 
 
 def readers_of(engines: Engines) -> dict[StreamId, EngineStatus]:
@@ -138,15 +123,12 @@ def _unheard_ranks(
 
     def add(stream: StreamId, block_size: int, **fields: Any) -> None:
         key = NamespaceKey(stream.model, stream.tenant, block_size), stream.worker
-        cause = Cause.of(fields["stale_reason"], stream, engines.get(stream))
         by_worker.setdefault(key, {})[stream.dp_rank] = Listener(
-            cause=cause.text,
-            cause_since=cause.since,
-            remedy=cause.remedy,
             state=ViewState.STALE.value,
             pages={medium.value: 0 for medium in MEDIA},
             digest=digest_bytes(empty_digest()).hex(),
             counters=to_builtins(ViewCounters()),
+            **_cause(fields["stale_reason"], stream, engines.get(stream)),
             **fields,
         )
 
@@ -188,12 +170,12 @@ def _by_worker(namespace: Namespace) -> dict[str, list[View]]:
 
 
 def _worker(served: ViewSource, worker: WorkerStreams, record: WorkerRecord, readers: Engines) -> Worker:
-    now, key = served.now(), worker.key
-    known = {view.stream.dp_rank: _listener(served, view, readers, now) for view in worker.views}
+    key = worker.key
+    known = {view.stream.dp_rank: listener_of(served, view, readers) for view in worker.views}
     listeners = dict(sorted((known | worker.unheard).items()))
     groups: dict[str, dict[int, Listener]] = {}
     for group, view in worker.groups:
-        groups.setdefault(group, {})[view.stream.dp_rank] = _listener(served, view, {}, now)
+        groups.setdefault(group, {})[view.stream.dp_rank] = listener_of(served, view, {})
     statuses = {each.status for each in listeners.values()} or {"pending"}
     return Worker(
         **(structs.asdict(record) | {"block_size": key.block_size}),
@@ -208,15 +190,16 @@ def _worker(served: ViewSource, worker: WorkerStreams, record: WorkerRecord, rea
     )
 
 
-def _listener(served: ViewSource, view: View, readers: Engines, now: float) -> Listener:
-    state, engine = served.freshness.state(view), readers.get(view.stream)
-    cause = Cause.of_view(served, view, engine)
+def listener_of(served: ViewSource, view: View, readers: Engines) -> Listener:
+    """Return what is known of a stream. readers: see `readers_of`."""
+    state, engine, reason = served.freshness.state(view), readers.get(view.stream), served.reason(view)
+    cause = {} if state is ViewState.LIVE else _cause(reason, view.stream, engine)
     return Listener(
         endpoint=view.stream.key if engine is None else engine.engine.endpoint,
         status=_status(engine, state),
         state=state.value,
-        stale_reason=served.reason(view),
-        age_ms=age_ms(view.last_batch_at, now),
+        stale_reason=reason,
+        age_ms=age_ms(view.last_batch_at, served.now()),
         epoch=view.epoch,
         seq=view.next_seq - 1,
         pages={medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
@@ -224,9 +207,7 @@ def _listener(served: ViewSource, view: View, readers: Engines, now: float) -> L
         counters=to_builtins(view.counters),
         failure=None if engine is None else engine.failure,
         warning=None if engine is None else engine.warning,
-        cause=cause.text,
-        cause_since=cause.since,
-        remedy=cause.remedy,
+        **cause,
     )
 
 

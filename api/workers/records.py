@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -67,11 +67,9 @@ class WorkerRecords:
             AllowedAddresses(settings.register_allow) if registrations is None else registrations.allowed,
         )
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """Read the engines' metrics inside the block."""
-        async with in_background(keep_running(self._reports.follow, "engine metrics", logger), "engine-metrics"):
-            yield
+        return in_background(keep_running(self._reports.follow, "engine metrics", logger), "engine-metrics")
 
     @property
     def generation(self) -> int:

@@ -99,7 +99,7 @@ async def test_a_scrape_of_a_thousand_workers_is_no_matter_of_seconds() -> None:
     fed = HandFed(IndexerSettings(max_pages=2**16, worker_ttl_s=3600, forget_after_s=3600))
     async with fed.consumer.running():
         await fed.feed(*(Stream(f"worker-{number}").batch() for number in range(1000)))
-        metrics = HttpMetrics(fed.consumer, [], lambda: 0, max_workers=200)
+        metrics = HttpMetrics(fed.consumer, [], 200, lambda _stream, _block_size: {})
         costs = []
         for _ in range(5):
             began = time.thread_time()

@@ -61,7 +61,7 @@ class HttpTarget:
         consumer = HandFed(SMALL).consumer
         run_at_once(consumer.applier.apply(Stream("w").batch(stored((0, [1, 2, 3]))), 1.0))
         decisions = DecisionRoute(consumer, WriteQueue(None))
-        self._routes = QueryRoutes(LocalAnswers(consumer), lambda: True, 2**20).endpoints() | decisions.endpoints()
+        self._routes = QueryRoutes(LocalAnswers(consumer), lambda: None, 2**20).endpoints() | decisions.endpoints()
 
     def __call__(self, data: bytes) -> None:
         for route in self._routes.values():

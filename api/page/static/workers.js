@@ -13,6 +13,15 @@ export const chosen = (worker) => ({
   worker: worker.worker, model: worker.model, tenant: worker.tenant, block_size: worker.block_size,
 });
 
+/** A listener of clicks that opens the view of a worker, unless another tab is asked for. newest: returns the worker. */
+const opens = (newest) => (event) => {
+  if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  event.stopPropagation();
+  set(chosen(newest()));
+  scrollTo(0, 0);
+};
+
 function row() {
   const name = h("a", { class: "name" });
   const model = h("span", { class: "sub" });
@@ -29,15 +38,8 @@ function row() {
   const resyncs = h("td", { class: "number", "data-label": COLUMNS[6] });
   const agreed = h("td", { class: "number", "data-label": COLUMNS[7] });
   let newest = null;
-  const open = (event) => {
-    if (event.ctrlKey || event.metaKey || event.shiftKey) return;
-    event.preventDefault();
-    event.stopPropagation();
-    set(chosen(newest));
-    scrollTo(0, 0);
-  };
-  name.addEventListener("click", open);
-  const element = h("tr", { onclick: open },
+  name.addEventListener("click", opens(() => newest));
+  const element = h("tr", { onclick: opens(() => newest) },
     h("td", { class: "wide first", "data-label": COLUMNS[0] }, name, model),
     h("td", { "data-label": COLUMNS[1] }, state, why),
     heard,
@@ -133,12 +135,7 @@ function tile() {
   const bar = tierBar();
   const pages = h("span", { class: "sub" });
   let newest = null;
-  const element = h("a", { class: "tile", onclick: (event) => {
-    if (event.ctrlKey || event.metaKey || event.shiftKey) return;
-    event.preventDefault();
-    set(chosen(newest));
-    scrollTo(0, 0);
-  } }, h("span", { class: "line" }, h("span", { class: "name" }, name), state), bar, pages);
+  const element = h("a", { class: "tile", onclick: opens(() => newest) }, h("span", { class: "line" }, h("span", { class: "name" }, name), state), bar, pages);
   const update = (worker, whole) => {
     newest = worker;
     const room = roomOf(worker);

@@ -14,8 +14,9 @@ from kv_events.kernels.numbers import U64, int64, uint8, uint64
 _COMMA, _SPACE, _CLOSE, _MINUS, _ZERO, _NINE = (uint8(ord(char)) for char in ", ]-09")
 _BLOCK = 64
 _AT_ONCE = 8
-_WHITE = np.zeros(256, np.bool_)
-_WHITE[[ord(c) for c in " \t\n\r"]] = True
+WHITE = np.zeros(256, np.bool_)
+WHITE[[ord(c) for c in " \t\n\r"]] = True
+"""[256] whether a byte is white space."""
 
 _ZEROS = uint64(0x3030303030303030)  # eight times "0"
 _LOW7 = uint64(0x7F7F7F7F7F7F7F7F)
@@ -97,8 +98,9 @@ def _number(data: U8Input, at: int) -> tuple[U64, int]:
 
 
 @inline_helper
-def _after_white(data: U8Input, at: int) -> int:
-    while at < len(data) and _WHITE[data[at]]:
+def after_white(data: U8Input, at: int) -> int:
+    """Return the position after the white space that begins here, if there is any."""
+    while at < len(data) and WHITE[data[at]]:
         at += 1
     return at
 
@@ -153,12 +155,12 @@ def _next(data: U8Input, start: int, low: U64, high: U64) -> tuple[U64, int]:
 
     low: largest magnitude of a negative number, 0 if none is allowed. Returns (value, index of the end, or -1).
     """
-    at = _after_white(data, start)
+    at = after_white(data, start)
     negative = low > uint64(0) and at < len(data) and data[at] == _MINUS
     value, at = _number(data, at + negative)
     if at < 0 or value > (low if negative else high):
         return value, _BAD
-    at = _after_white(data, at)
+    at = after_white(data, at)
     if at >= len(data) or (data[at] != _COMMA and data[at] != _CLOSE):
         return value, _BAD
     return -value if negative else value, at

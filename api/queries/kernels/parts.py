@@ -1,22 +1,15 @@
 """Kernels that find the parts of JSON and msgpack without creating Python objects, and without the interpreter."""
 
+from api.queries.kernels.numbers import WHITE, after_white
 from kv_events.kernels.bundles import I64Matrix, U8Input
-from kv_events.kernels.declare import helper, inline_helper, kernel
+from kv_events.kernels.declare import helper, kernel
 from kv_events.kernels.msgpack import ARRAY, BAD, BIN, EXT, MAP, STR, read_head, skip
 from kv_events.kernels.numbers import int64, uint64
 
 _QUOTE, _BACKSLASH, _COMMA, _COLON = ord('"'), ord("\\"), ord(","), ord(":")
 _OPENING = (ord("["), ord("{"))
 _CLOSING = (ord("]"), ord("}"))
-_WHITE = (ord(" "), ord("\n"), ord("\r"), ord("\t"))
 _BROKEN = -1
-
-
-@inline_helper
-def _after_white(text: U8Input, at: int) -> int:
-    while at < len(text) and text[at] in _WHITE:
-        at += 1
-    return at
 
 
 @helper
@@ -48,7 +41,7 @@ def _after_value(text: U8Input, at: int) -> int:
             if depth < 2:
                 return at + depth
             depth -= 1
-        elif depth == 0 and (char == _COMMA or char in _WHITE):
+        elif depth == 0 and (char == _COMMA or WHITE[char]):
             return at
         at += 1
     return _BROKEN
@@ -62,31 +55,31 @@ def json_parts(text: U8Input, is_object: int, spans: I64Matrix) -> int:
     value. Elements have no key. Returns the number of parts, most + 1 if there are more than `most`, -1 if the text is
     not such a value. Values are not checked.
     """
-    at = _after_white(text, 0)
+    at = after_white(text, 0)
     if at == len(text) or text[at] != _OPENING[is_object]:
         return _BROKEN
-    at, found = _after_white(text, at + 1), 0
+    at, found = after_white(text, at + 1), 0
     if at < len(text) and text[at] == _CLOSING[is_object]:
-        return found if _after_white(text, at + 1) == len(text) else _BROKEN
+        return found if after_white(text, at + 1) == len(text) else _BROKEN
     while found < spans.shape[0]:
         if is_object:
             end = _after_string(text, at) if at < len(text) and text[at] == _QUOTE else _BROKEN
             spans[found, 0], spans[found, 1] = at, end
-            at = _after_white(text, end) if end > 0 else len(text)
+            at = after_white(text, end) if end > 0 else len(text)
             if at == len(text) or text[at] != _COLON:
                 return _BROKEN
-            at = _after_white(text, at + 1)
+            at = after_white(text, at + 1)
         end = _after_value(text, at)
         spans[found, 2], spans[found, 3] = at, end
         found += 1
-        at = _after_white(text, end) if end > 0 else len(text)
+        at = after_white(text, end) if end > 0 else len(text)
         if at == len(text):
             return _BROKEN
         if text[at] == _CLOSING[is_object]:
-            return found if _after_white(text, at + 1) == len(text) else _BROKEN
+            return found if after_white(text, at + 1) == len(text) else _BROKEN
         if text[at] != _COMMA:
             return _BROKEN
-        at = _after_white(text, at + 1)
+        at = after_white(text, at + 1)
     return found + 1
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.fast.writer import AnswerWriter
+from api.fast.writer import AnswerWriter, prompt_of
 from api.queries.answers import encode_answer
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace, Namespaces
@@ -87,7 +87,8 @@ writer = AnswerWriter()
 def both(namespace: Namespace, question: ParsedQuery, freshness: Freshness) -> tuple[bytes | None, bytes]:
     """Return the answer of the kernel and that of msgspec."""
     scores = score_all([namespace], lambda _: PROMPT, freshness)
-    return writer.write(question, PROMPT, namespace, freshness, NOW), encode_answer(question, scores, NOW)
+    written = writer.write(question, prompt_of(question, PROMPT), namespace, freshness, NOW)
+    return written, encode_answer(question, scores, NOW)
 
 
 @settings(max_examples=num_examples(600))
@@ -172,5 +173,6 @@ def test_each_question_is_hashed_with_its_own_seed(block_size: int, asked: list[
     tokens, freshness = np.arange(200, dtype=np.uint32), freshness_of(is_catching_up=False, outage=False)
     for salt, is_bigram, is_peer in asked:
         question = ParsedQuery("m", DEFAULT_TENANT, "token_ids", None, salt, is_bigram, is_peer=is_peer)
-        found = writer.find(question, tokens, namespace, freshness)
+        found = writer.find(question, prompt_of(question, tokens), namespace, freshness)
+        assert found is not None
         assert found.hashes.tolist() == question.hashes(tokens, block_size).tolist()

@@ -1,5 +1,6 @@
 """The tokens of 200 requests are those from which a real vLLM generated. `make engines ARGS=chats` records them."""
 
+from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,7 @@ async def test_the_tokens_of_every_request_are_the_engines(asked: list[AskedText
     num_compared = num_media = 0
     async with recorded_engine(asked) as url:
         renderer = PromptRenderer(ApiSettings(tokenize_url=url, tokenize_timeout_s=20))
-        async with renderer.running():
+        async with aclosing(renderer):
             for step in asked:
                 found = await renderer.render(msgspec.json.decode(step.body))
                 assert not found.degraded

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ async def rendering(engine: FakeEngine, **settings: Any) -> AsyncIterator[Prompt
         engine.url = str(server.make_url("/"))
         given: dict[str, Any] = {"tokenize_url": engine.url, "tokenize_timeout_s": 20} | settings
         renderer = PromptRenderer(ApiSettings(**given))
-        async with renderer.running():
+        async with aclosing(renderer):
             yield renderer
 
 
@@ -176,7 +176,7 @@ async def test_a_silent_engine_costs_the_deadline_and_no_more() -> None:
 
 async def test_nobody_listening_is_a_reason() -> None:
     renderer = PromptRenderer(ApiSettings(tokenize_url="http://127.0.0.1:9", tokenize_timeout_s=20))
-    async with renderer.running():
+    async with aclosing(renderer):
         assert (await renderer.render(CHAT)).degraded.startswith("the tokenizer: ")
     assert "--tokenize-url" in (await PromptRenderer(ApiSettings()).render(CHAT)).degraded
 

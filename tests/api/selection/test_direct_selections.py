@@ -71,7 +71,7 @@ async def test_a_policy_that_derives_from_the_one_of_the_kernel_is_asked(monkeyp
         def choose(self, asked: Asked, candidates: Candidates) -> Choice:
             return super().choose(asked, candidates)._replace(row=len(candidates.workers) - 1)
 
-    monkeypatch.setattr("api.selection.routes.create_policy", lambda _name: Last())
+    monkeypatch.setattr("selection.selector.create_policy", lambda _name: Last())
     async with a_fleet({("1", 0): {0: range(4)}, ("2", 0): {}}) as fleet:
         assert [await fleet.chosen() for _ in range(5)] == [2] * 5
 

@@ -29,6 +29,7 @@ from kv_events.kafka import connection
 from tests.rigs.raw_http import body_of, connecting, every_kind, request, run
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.servers.certificates import Certificates
+from tests.support.servers.child_process import free_port
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
@@ -313,6 +314,14 @@ def test_the_first_group_of_a_broker_and_a_second_member_are_no_errors(
             for each in (first, second):
                 wait_until(partial(has_two_members, each), 60, "both members")
             assert lines(first, second) == []
+
+
+def test_a_member_that_has_not_joined_answers_no_query(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path, KVSIGHT_KAFKA=f"127.0.0.1:{free_port()}", KVSIGHT_GROUP="g") as service:
+        for path in ("/query", "/query/batch"):
+            answer = service.post(path, {"model_name": MODEL, "token_ids": [1, 2, 3, 4], "queries": []})
+            assert answer.status_code == 503
+            assert "has not joined the consumer group g yet" in answer.json()["detail"]
 
 
 def test_a_broker_that_never_gets_ready_for_groups_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,7 @@ async def test_a_list_of_workers_that_cannot_be_read_is_missing(wrong: Any) -> N
 async def test_before_it_has_joined_a_member_says_so() -> None:
     nothing: Any = None
     gatherer = ScatterGather(nothing, cast(Membership, SimpleNamespace(group="g", is_assigned=False)), nothing)
-    routes = QueryRoutes(gatherer, lambda: True, 1000).endpoints()
+    routes = QueryRoutes(gatherer, gatherer.check_ready, 1000).endpoints()
     async with asking(is_assigned=False) as app:
         answers = [await call(app, path) for path in ("/workers", "/workers/w/view")]
     for answer in [*answers, *[await call(endpoint, path, "POST") for path, endpoint in routes.items()]]:
