@@ -16,6 +16,7 @@ import pytest
 
 from api.access.connections import RESERVED
 from api.fast import http_limits
+from api.fast.connection import FastConnection
 from api.queries.parsing import decode_question
 from kv_events.log.event_log import EventLogWriter
 from tests.rigs.raw_http import HEALTH, QUERY, Connect, a_service, prompts, request
@@ -110,7 +111,13 @@ def test_more_silent_connections_than_may_be_open_keep_nobody_out_and_are_closed
 async def test_empty_lines_after_a_request_do_not_hold_a_connection(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_limits, "HEAD_S", 1.0)
+    begin = FastConnection.connection_made
+
+    def hasty(server: FastConnection, transport: asyncio.Transport) -> None:
+        server.timeout_keep_alive = 1
+        begin(server, transport)
+
+    monkeypatch.setattr(FastConnection, "connection_made", hasty)
     line = await connect()
     await line.ask(HEALTH)
     end = asyncio.ensure_future(line.is_at_end())
@@ -126,7 +133,7 @@ async def test_empty_lines_after_a_request_do_not_hold_a_connection(
 async def test_a_head_that_does_not_arrive_is_given_up_before_a_body(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_limits, "HEAD_S", 2.0)
+    monkeypatch.setattr(http_limits, "HEAD_S", 1.0)
 
     later, head, body = [await connect() for _ in range(3)]
     await later.ask(request(QUERY))
