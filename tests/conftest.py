@@ -59,7 +59,7 @@ class _HurriedAsyncio:
 
 
 # a thousand tests wait for the end of a server or of a consumer in their process
-uvicorn.server.asyncio = _HurriedAsyncio()  # type: ignore[attr-defined]
+uvicorn.server.asyncio = _HurriedAsyncio()  # type: ignore[assignment, attr-defined]
 memory._WAIT_S = 0.02
 
 
