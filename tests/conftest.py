@@ -3,6 +3,7 @@
 In CI a missing part is a failure; elsewhere a skip that says how to get it.
 """
 
+import asyncio
 import gc
 import logging
 import os
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import uvicorn.server
 from hypothesis import settings
 
+from indexer.sources import memory
 from kv_events.kernels.load import compile_missing
 from tests.support.effort import SOAK, register_profiles
 from tests.support.servers.child_process import PartMissingError, RestartableServer
@@ -43,6 +46,21 @@ _T = TypeVar("_T")
 _Server = TypeVar("_Server", bound=RestartableServer)
 
 register_profiles()
+
+
+class _HurriedAsyncio:
+    """`asyncio` for uvicorn, which looks ten times a second whether it should end, and whether connections have."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 10)
+
+
+# a thousand tests wait for the end of a server or of a consumer in their process
+uvicorn.server.asyncio = _HurriedAsyncio()  # type: ignore[assignment, attr-defined]
+memory._WAIT_S = 0.02
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,6 +17,7 @@ from kvsight.cli.shared.prompts import decode_query
 from tests.support.log.late_log import write_late_log, write_log
 from tests.support.log.planted_causes import PLANTS, check_truth, planted, store_under_engine_names
 from tests.support.log.planted_scene import MODEL, VICTIM, Scene
+from tests.support.log.view_facts import held_pages
 
 INSTANCES = 20
 
@@ -96,7 +97,7 @@ def test_other_workers_are_not_changed_by_what_is_planted() -> None:
     for worker in found.workers:
         view = held.namespaces.view(StreamId(MODEL, "default", worker.instance_id, worker.dp_rank))
         assert view is not None
-        pages = {h for part in view.index.stream_pages(view.number) for h in part.hashes.tolist()}
+        pages = held_pages(view)
         prefix = next((i for i, h in enumerate(scene.hashes) if h not in pages), len(scene.hashes))
         assert worker.held["external"] == prefix
 

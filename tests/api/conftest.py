@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 import pytest
 
+from api import background
 from api.fast.heads import Head
 from kv_events.runtime.event_loops import new_event_loop
 from tests.rigs.api import client, fed, serving
 from tests.rigs.raw_http import Connect, a_service, heads_taken
 
 __all__ = ["client", "fed", "serving"]
+background._POLL_S = 0.1  # many tests change a file that a service looks at once a second
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

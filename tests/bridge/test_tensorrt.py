@@ -75,9 +75,9 @@ class Rig:
         self._publishers[rank, group].check()
         return self._views[rank, group].pages
 
-    def degraded_reason(self, rank: int = 0) -> str | None:
-        self.pages(rank)
-        return self._views[rank, ""].degraded_reason
+    def degraded_reason(self) -> str | None:
+        self.pages()
+        return self._views[0, ""].degraded_reason
 
     def _publisher(self, settings: PublisherSettings, blocks: BlockTable | None) -> EventPublisher:
         key = settings.dp_rank, split_group(settings.model)[1] or ""

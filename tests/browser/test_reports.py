@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from analysis.audit.audit import audit_log
 from analysis.audit.curves import AuditCurves
@@ -16,7 +16,7 @@ from analysis.words import duration
 from kv_events.log.event_log import EventLogWriter
 from kv_events.schema import SnapshotBegin, SnapshotEnd
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
-from tests.support.browser.visit import Visit, open_browser
+from tests.support.browser.chromium import DEADLINE_S, FLAGS, chromium_path
 from tests.support.commands import kvsight
 from tests.support.log.late_log import write_log
 from tests.support.log.records import Stream, removed, stored
@@ -33,10 +33,31 @@ HOSTILE = (
 )
 
 
+class Visit:
+    """One page in a context of its own."""
+
+    def __init__(self, browser: Browser, url: str, **context: Any) -> None:
+        """context: arguments of `Browser.new_context`, such as `color_scheme`."""
+        self.page: Page = browser.new_context(**context).new_page()
+        self.page.set_default_timeout(DEADLINE_S * 1000)
+        self.requests: list[str] = []
+        """Addresses of everything that was requested, the page itself included."""
+        self.faults: list[str] = []
+        """Errors and warnings of the console, with violations of the page's policy, and exceptions of scripts."""
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.page.on(
+            "console", lambda line: self.faults.append(line.text) if line.type in ("error", "warning") else None
+        )
+        self.page.goto(url)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with open_browser() as opened:
-        yield opened
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium_path(), args=FLAGS)
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -91,9 +91,9 @@ def assert_broken(found: Findings, check: str, *words: str) -> None:
         assert word in found.details[check], found
 
 
-def create_topics(variables: dict[str, Any], retention_s: int = 3600) -> None:
+def create_topics(variables: dict[str, Any]) -> None:
     names: dict[str, Any] = {name.removeprefix("KVSIGHT_").lower(): value for name, value in variables.items()}
-    settings = KafkaSettings(topic_retention_s=retention_s, **names)
+    settings = KafkaSettings(topic_retention_s=3600, **names)
     asyncio.run(inspect_topics(KafkaConnection(settings), settings, create=True))
 
 

@@ -17,6 +17,7 @@ from simulation import SimulationSettings, WorkloadSettings, generate, simulate
 from simulation.live import Transport, kafka_transport, live_fleet
 from tests.support.commands import invoke, printed
 from tests.support.log.records import log_records
+from tests.support.log.view_facts import held_pages
 from tests.support.servers.kafka_broker import recorded_topic
 
 Held = dict[StreamId, set[int]]
@@ -45,7 +46,7 @@ def test_a_replay_up_to_a_time_takes_the_records_of_that_time_along(recorded: Pa
 
 
 def held_by(views: list[View]) -> Held:
-    return {v.stream: {h for part in v.index.stream_pages(v.number) for h in part.hashes.tolist()} for v in views}
+    return {v.stream: set(held_pages(v)) for v in views}
 
 
 async def replay_of(transport: Transport, until: LogMoment) -> Replay:

@@ -25,9 +25,9 @@ def held(tokens: int, **more: Any) -> dict[str, Any]:
     return {**tiers, "dp": {"0": tokens}, "state": "live", "age_ms": 100, **more}
 
 
-def shown(instances: dict[str, Any], streams: list[StreamRow], tokens: int = 40, width: int = 80) -> list[str]:
+def shown(instances: dict[str, Any], streams: list[StreamRow], tokens: int = 40) -> list[str]:
     asked = Asked.of({"model_name": "m", "token_ids": [1] * tokens})
-    return list(answer_lines({"scores": {}, "instances": instances}, asked, streams, width))
+    return list(answer_lines({"scores": {}, "instances": instances}, asked, streams, 80))
 
 
 def test_a_table_leaves_out_the_least_important_columns_and_cuts_nothing() -> None:

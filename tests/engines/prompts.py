@@ -4,6 +4,7 @@ import random
 
 _REMEMBERED = 30
 _VOCABULARY = range(3, 1000)
+_MAX_WORD = 120
 
 
 class Prompts:
@@ -12,10 +13,9 @@ class Prompts:
     A prompt is made of words: three tokens, repeated. Prompts differ as others do, and recordings stay small.
     """
 
-    def __init__(self, rng: random.Random, max_tokens: int, max_word: int = 120) -> None:
+    def __init__(self, rng: random.Random, max_tokens: int) -> None:
         self._rng = rng
         self._max_tokens = max_tokens
-        self._max_word = max_word
         self._earlier: list[list[int]] = [self._words(4)]
 
     def draw(self) -> list[int]:
@@ -46,5 +46,5 @@ class Prompts:
 
     def _words(self, count: int) -> list[int]:
         rng = self._rng
-        words = [rng.sample(_VOCABULARY, 3) * self._max_word for _ in range(count)]
-        return [token for word in words for token in word[: rng.randint(5, self._max_word)]]
+        words = [rng.sample(_VOCABULARY, 3) * _MAX_WORD for _ in range(count)]
+        return [token for word in words for token in word[: rng.randint(5, _MAX_WORD)]]

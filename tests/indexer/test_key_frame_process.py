@@ -4,10 +4,10 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from indexer.recording.recorder import Recorder, RecordingThread
@@ -61,32 +61,19 @@ def delete_all_but_the_newest(folder: Path) -> int:
     return int(newest.stem)
 
 
-def children_of(pid: int) -> list[int]:
-    """Return the ids of the processes that a process has started."""
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, path.read_text().split())
-    return found
-
-
-def command_of(pid: int) -> str:
+def command_of(process: psutil.Process) -> list[str]:
     """Return the command line of a process. Empty if it has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-    except OSError:
-        return ""
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def indexers(folder: Path, parent: int | None = None) -> list[int]:
     """The processes that index a log, once they run: a new process has its parent's command for a moment, then none."""
-    parent = os.getpid() if parent is None else parent
-    commands = {pid: command_of(pid) for pid in children_of(parent)}
-    return [pid for pid, command in commands.items() if str(folder) in command and command != command_of(parent)]
-
-
-def is_gone(pid: int) -> Callable[[], bool]:
-    return lambda: not command_of(pid)
+    own = psutil.Process(parent)
+    commands = {child.pid: command_of(child) for child in own.children()}
+    return [pid for pid, command in commands.items() if str(folder) in " ".join(command) and command != command_of(own)]
 
 
 async def test_a_recording_beside_a_service_writes_key_frames_with_the_settings_of_the_service(tmp_path: Path) -> None:
@@ -136,8 +123,9 @@ async def test_the_process_ends_when_its_parent_is_killed(tmp_path: Path) -> Non
         assert await parent.stdout.readline() == b"runs\n"
         await async_wait_until(lambda: indexers(tmp_path, parent.pid), DEADLINE_S, "the process")
         (pid,) = indexers(tmp_path, parent.pid)
+        indexer = psutil.Process(pid)
     finally:
         with suppress(ProcessLookupError):
             parent.kill()
         await parent.wait()
-    await async_wait_until(is_gone(pid), DEADLINE_S, "the end of the process")
+    await async_wait_until(lambda: not command_of(indexer), DEADLINE_S, "the end of the process")

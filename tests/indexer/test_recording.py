@@ -116,8 +116,7 @@ def test_a_full_disk_holds_up_nothing_and_loses_nothing(topics: dict[str, Any], 
         assert "File too large" in health.json()["recording"]
         assert service.get("/ready").is_success
         assert service.query("m", [1, 2, 3]).json()["scores"] == {"w": {"0": 12}}
-        metrics = dict(line.rsplit(" ", 1) for line in service.get("/metrics").text.splitlines() if line[0] != "#")
-        assert float(metrics["kvsight_recording_degraded_seconds"]) > 0
+        assert service.metric("kvsight_recording_degraded_seconds") > 0
         resource.prlimit(service.pid, resource.RLIMIT_FSIZE, unlimited)
         wait_until(lambda: "recording" not in service.get("/health").json(), what="the recording to go on")
         wait_until(lambda: recorded_pages(folder) == engine.held, what="the recording to catch up")

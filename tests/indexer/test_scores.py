@@ -20,10 +20,10 @@ from tests.support.log.records import Stream, stored
 PROMPT = np.arange(1, 8, dtype=np.uint64)
 
 
-def scored(*batches: tuple[Stream, list[Any]], now: float = 100.0) -> dict[str, WorkerScore]:
+def scored(*batches: tuple[Stream, list[Any]]) -> dict[str, WorkerScore]:
     views = Views(90.0)
-    views.read(*(stream.batch(*events, now=now) for stream, events in batches))
-    views.wait(now - 90, 1)
+    views.read(*(stream.batch(*events, now=100.0) for stream, events in batches))
+    views.wait(10, 1)
     return scores_of(views)
 
 

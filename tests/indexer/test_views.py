@@ -70,18 +70,6 @@ def test_no_position_shuts_out_a_publisher(past: list[tuple[int, int, bool]], li
         assert admission is Admission.NEXT
 
 
-@settings(max_examples=num_examples(300))
-@given(st.integers(0, 20), st.lists(st.integers(0, 20), max_size=10))
-def test_a_batch_is_applied_once_while_none_is_missing(length: int, again: list[int]) -> None:
-    position = Position()
-    for seq in range(length):
-        admission, position = position.after(1, seq, is_silent=False)
-        assert admission.is_applied
-    for seq in again:
-        if seq < length:
-            assert position.after(1, seq, is_silent=False) == (Admission.DUPLICATE, position)
-
-
 # --- views ---------------------------------------------------------------------------------------------------------
 
 

@@ -16,8 +16,8 @@ from tests.rigs.publisher import NOW, batches_of, make_begun, num_pages, steps_o
 from tests.support.log.records import words
 
 
-def drain(publisher: EventPublisher, now: float = NOW) -> list[Any]:
-    return steps_of(publisher.take_records(now, force=True))
+def drain(publisher: EventPublisher) -> list[Any]:
+    return steps_of(publisher.take_records(NOW, force=True))
 
 
 def test_a_record_has_the_streams_key_numbers_and_time() -> None:

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import zmq
 import zmq.asyncio
@@ -96,24 +96,19 @@ async def answer(reader: zmq.asyncio.Socket) -> list[int]:
         numbers.append(int.from_bytes(seq, "big"))
 
 
-def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 2**20
-
-
 async def test_readers_that_ask_and_do_not_read_cost_a_bounded_amount_of_memory() -> None:
     async with sink_with(num_batches=120) as (_, readers):
         first = readers.open()
         await ask(first, 0)
         assert await answer(first) == list(range(120))
-        before = resident_mib()
+        before = psutil.Process().memory_info().rss
         for _ in range(3):
             idle = readers.open()
             for _ in range(3):
                 await ask(idle, 0)
         await ask(first, 0)
         assert await answer(first) == list(range(120))  # beside them
-        assert resident_mib() - before < 40
+        assert psutil.Process().memory_info().rss - before < 40 * 2**20
 
 
 async def test_a_reader_that_asks_again_is_answered_again_whole() -> None:

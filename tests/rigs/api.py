@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
-from api.app import Application, create_app
+from api.app import create_app
 from api.replay.service import ReplayService
 from api.server import running_server
 from api.service import LiveService
@@ -65,25 +65,20 @@ async def client(fed: HandFed) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def embedding(
-    consumer: Consumer,
-    log: MemoryLog,
-    bridge: BridgeSettings | None = None,
+@asynccontextmanager
+async def embedded(
+    indexer: IndexerSettings | None = None,
+    log: MemoryLog | None = None,
     selection: SelectionSettings | None = None,
     api: ApiSettings | None = None,
     **settings: Any,
-) -> Application:
-    """Return an application that reads engines itself. log: that the consumer reads. settings: of registrations."""
-    registrations = Registrations(consumer, log, RegistrationSettings(**settings), bridge or BridgeSettings(), None)
-    return create_app(LiveService(consumer, api or ApiSettings(), registrations, selection=selection))
-
-
-@asynccontextmanager
-async def embedded(indexer: IndexerSettings | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """Run such an application, and yield a client of it. settings: as for `embedding`."""
-    log = MemoryLog()
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Run an application that reads engines itself, and yield a client of it. settings: of registrations."""
+    log = log or MemoryLog()
     consumer = create_consumer(indexer or IndexerSettings(max_pages=2**16), log)
-    async with asking(embedding(consumer, log, **settings)) as client:
+    registrations = Registrations(consumer, log, RegistrationSettings(**settings), BridgeSettings(), None)
+    service = LiveService(consumer, api or ApiSettings(), registrations, selection=selection)
+    async with asking(create_app(service)) as client:
         yield client
 
 

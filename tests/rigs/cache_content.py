@@ -59,10 +59,10 @@ class CacheContent:
         data = self.data(self.node_of(tokens), kind)
         return data.value is not None, data.host_value is not None
 
-    def node_of(self, tokens, extra_key=None):
+    def node_of(self, tokens):
         """Return the node that ends where this prefix ends."""
         raw = self.prefixes(tokens)[-1]
-        return next(place.node for place in self.walk() if (place.extra_key, place.prefixes[-1]) == (extra_key, raw))
+        return next(place.node for place in self.walk() if (place.extra_key, place.prefixes[-1]) == (None, raw))
 
     def walk(self):
         raw_of: dict[TreeNode, tuple[int, ...]] = {self.cache.root_node: ()}

@@ -13,6 +13,7 @@ from indexer.views import View, ViewState
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
 from tests.support.log.records import Stream
+from tests.support.log.view_facts import held_pages
 
 
 class Views:
@@ -70,10 +71,4 @@ class Views:
 
 def held(view: View) -> set[tuple[int, int]]:
     """Return the (page, tier) pairs of a view."""
-    return {
-        (int(page), tier)
-        for part in view.index.stream_pages(view.number)
-        for page, mask in zip(part.hashes, part.tiers, strict=True)
-        for tier in range(4)
-        if mask >> tier & 1
-    }
+    return {(page, tier) for page, (_, mask) in held_pages(view).items() for tier in range(4) if mask >> tier & 1}

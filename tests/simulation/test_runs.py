@@ -28,6 +28,7 @@ from simulation.live import SimulationError, live_fleet, memory_transport
 from simulation.run import TimedFleet
 from simulation.worker import divergent_pages
 from tests.support.log.records import log_records
+from tests.support.log.view_facts import held_pages
 
 SMALL = SimulationSettings(workers=4, capacity_tokens=16_384, page_size=16)
 
@@ -103,10 +104,7 @@ async def test_no_view_diverges_on_any_medium(cache: str, requests: list[Request
 
 
 def _views(replay: Replay) -> dict[str, set[int]]:
-    return {
-        view.stream.worker: {page for held in view.index.stream_pages(view.number) for page in held.hashes.tolist()}
-        for view in replay.namespaces.views
-    }
+    return {view.stream.worker: set(held_pages(view)) for view in replay.namespaces.views}
 
 
 def test_a_recorded_run_ends_with_what_the_caches_hold(tmp_path: Path, requests: list[Request]) -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from kvsight.cli.main import app
 from tests.support.http_checks import succeeds
-from tests.support.prepared_python import PreparedProcess, run_module
+from tests.support.prepared_python import PreparedProcess
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
 
@@ -57,11 +57,11 @@ def local_zone(name: str) -> Iterator[None]:
         time.tzset()
 
 
-def kvsight(
-    *arguments: object, stdin: str = "", environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run a command with pipes. environment: further variables. Raises TimeoutError."""
-    return run_module("kvsight", *arguments, stdin=stdin, environment=ENVIRONMENT | (environment or {}))
+def kvsight(*arguments: object, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command with pipes until it ends. environment: further variables. Raises TimeoutError."""
+    with RunningCommand(*arguments, **(environment or {})) as command:
+        code = command.end()
+    return subprocess.CompletedProcess(["kvsight", *map(str, arguments)], code, command.out, command.err)
 
 
 class RunningCommand:
@@ -111,7 +111,7 @@ class RunningCommand:
         """Send signals, and return the exit code once it has ended."""
         for number in signals:
             self._process.send(number)
-        return self._process.wait(60)
+        return self._process.wait(100)
 
     def __enter__(self) -> Self:
         return self

@@ -23,7 +23,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import termios
 import weakref
 from collections.abc import Mapping, Sequence
@@ -61,7 +60,6 @@ _MODULES = (
     "uvloop",
 )
 _MAX_REQUEST_BYTES = 2**20
-_TIMEOUT_S = 100.0
 _PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets at the end of its parent
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,26 +107,6 @@ class PreparedProcess:
         if self.running:
             self.send(signal.SIGKILL)
             self.wait()
-
-
-def run_module(
-    module: str, *arguments: object, stdin: str = "", environment: Mapping[str, str]
-) -> subprocess.CompletedProcess[str]:
-    """Run `python -m MODULE` until it ends, with its output captured. Raises TimeoutError."""
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        given.write(stdin.encode())
-        given.seek(0)
-        streams = given.fileno(), out.fileno(), err.fileno()
-        process = PreparedProcess(module, arguments, environment, streams)
-        try:
-            code = process.wait(_TIMEOUT_S)
-        finally:
-            process.kill()
-        for file in (out, err):
-            file.seek(0)
-        return subprocess.CompletedProcess(
-            [module, *map(str, arguments)], code, out.read().decode(), err.read().decode()
-        )
 
 
 @lru_cache

@@ -89,12 +89,12 @@ async def test_another_application_has_the_same_bounds(monkeypatch: pytest.Monke
 async def test_requests_that_arrive_in_time_are_never_given_up(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_limits, "ARRIVAL_S", 1.0)
+    monkeypatch.setattr(http_limits, "ARRIVAL_S", 0.5)
 
     line = await connect()
     data = request(QUERY)
     loop, number = asyncio.get_running_loop(), 0
-    end = loop.time() + 2.0
+    end = loop.time() + 1.0
     line.writer.write(data[:50])
     while loop.time() < end:  # each packet ends inside a request
         assert (await line.ask(data[50:] + data[:50]))[0] == b"HTTP/1.1 200 OK"

@@ -252,10 +252,10 @@ def states(worker: str = "1", **more: Any) -> Stream:
     return Stream(worker, model="m#mamba", **more)
 
 
-async def hold_with_a_state(fed: Any, state_page: int, worker: str = "1", **more: Any) -> None:
+async def hold_with_a_state(fed: Any, state_page: int, **more: Any) -> None:
     """Store the whole prompt and a state at the end of one page."""
-    hashes = await fed.hold(Stream(worker, **more), TOKENS)
-    await fed.feed(states(worker, **more).batch(stored((0, [hashes[state_page]]))))
+    hashes = await fed.hold(Stream("1", **more), TOKENS)
+    await fed.feed(states(**more).batch(stored((0, [hashes[state_page]]))))
 
 
 @pytest.mark.parametrize(("query", "path"), [(peer(), ("instances",)), (rfc(), ("default",))], ids=["peer", "rfc"])

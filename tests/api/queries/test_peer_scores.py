@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixCache, RadixKey
-from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.hashing import local_hashes, namespace_seed, token_array
 from kv_events.log.memory import MemoryLog
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.memory import MemorySink
 from publisher.sinks.zmq import ZmqSink
-from tests.rigs.api import asking, embedding
+from tests.rigs.api import embedded
 from tests.support.engines.event_payloads import cleared, payload, removed, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
@@ -88,10 +87,9 @@ class Both:
 @asynccontextmanager
 async def both(place: Path) -> AsyncIterator[Both]:
     log = MemoryLog()
-    consumer = create_consumer(IndexerSettings(max_pages=2**17), log)
     async with AsyncExitStack() as stack:
         peer = await asyncio.to_thread(stack.enter_context, PeerIndexer(place / "peer.log"))
-        client = await stack.enter_async_context(asking(embedding(consumer, log)))
+        client = await stack.enter_async_context(embedded(IndexerSettings(max_pages=2**17), log))
         yield Both(peer, log, client)
 
 

@@ -10,11 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from indexer.assembly import create_consumer
-from indexer.settings import IndexerSettings
-from kv_events.log.memory import MemoryLog
 from selection.settings import SelectionSettings
-from tests.rigs.api import asking, embedding
+from tests.rigs.api import embedded
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.peer_indexer import PeerIndexer
@@ -71,12 +68,10 @@ def plain(value: Any) -> Any:
 
 @asynccontextmanager
 async def both(tmp_path: Path, num_workers: int = 3) -> AsyncIterator[tuple[Both, list[ZmqEngine]]]:
-    log = MemoryLog()
-    consumer = create_consumer(IndexerSettings(max_pages=2**16), log)
-    app = embedding(consumer, log, selection=SelectionSettings(predict_s=0))
     async with AsyncExitStack() as stack:
         peer = stack.enter_context(PeerIndexer(tmp_path / "peer.log", module="dynamo.select_service"))
-        pair = Both(peer, await stack.enter_async_context(asking(app)))
+        client = await stack.enter_async_context(embedded(selection=SelectionSettings(predict_s=0)))
+        pair = Both(peer, client)
         engines = [stack.enter_context(ZmqEngine()) for _ in range(num_workers)]
         for worker, engine in enumerate(engines):
             await pair.read(worker, engine)

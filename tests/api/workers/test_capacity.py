@@ -53,7 +53,8 @@ async def test_a_registration_names_the_room_of_each_tier() -> None:
 
 
 @pytest.mark.parametrize("text", [VLLM, SGLANG])
-async def test_an_engines_own_metrics_say_how_much_fits(text: str) -> None:
+async def test_an_engines_own_metrics_say_how_much_fits(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.workers.reports._RETRY_S", 0.1)
     async with scripted(*[Reply(body=b"x" * 9_000_000), *[Reply(body=text.encode())] * 100]) as http:
         async with reading(metrics_url=f"{http.url}/metrics") as (served, engine):
             engine.send(payload(stored([1, 2, 3, 4], TOKENS)))

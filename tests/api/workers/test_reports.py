@@ -77,7 +77,8 @@ async def reported(client: httpx.AsyncClient) -> list[tuple[int, int]]:
     return [(each.get("reported_requests"), each.get("reported_blocks")) for each in model["loads"]]
 
 
-async def test_loads_show_what_the_engine_of_a_record_reports() -> None:
+async def test_loads_show_what_the_engine_of_a_record_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.workers.reports._RETRY_S", 0.1)
     async with scripted(*[HANG_UP] * 2, *[Reply(body=VLLM.encode())] * 600) as http, service() as served:
         with ZmqEngine() as engine:
             body: dict[str, Any] = {"worker_id": 1, "model_name": "m", "block_size": 4, "endpoint": http.url}

@@ -133,7 +133,11 @@ def store_unavailable(folder: Path) -> Iterator[None]:
     (folder / "aside").replace(kept)
 
 
-async def test_while_registrations_cannot_be_read_none_is_changed(tmp_path: Path) -> None:
+async def test_while_registrations_cannot_be_read_none_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.workers.registrations._LOAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("api.workers.registrations._RETRY_S", 0.1)
     with ZmqEngine() as engine:
         async with service(snapshot_dir=tmp_path) as served:
             await served.register(engine)

@@ -29,8 +29,8 @@ CONV_SHAPES, TEMPORAL_SHAPE = [(3, 1), (), (7,)], (2, 5)
 STATE_SHAPES = (TEMPORAL_SHAPE, (3, 1), (1,), (7,))  # as the host has them
 
 
-def device_pool(kind, dtype=torch.float16, page_size=PAGE):
-    shape = PoolShape(SIZE // page_size * page_size, page_size, LAYERS, dtype)
+def device_pool(kind, page_size=PAGE):
+    shape = PoolShape(SIZE // page_size * page_size, page_size, LAYERS, torch.float16)
     device: Any
     match kind:
         case "mha":

@@ -1,19 +1,28 @@
-"""Pictures of the page for the documentation: `python -m tests.support.browser.pictures [FOLDER]`"""
+"""Pictures of the page and of a report for the documentation: `python -m tests.support.browser.pictures [FOLDER]`"""
 
 import asyncio
+import math
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from playwright.async_api import Browser, Page
+from playwright.async_api import Browser, FloatRect, Page
 
+from analysis.audit.audit import audit_log
+from analysis.audit.curves import AuditCurves
+from analysis.html.audit_page import write_audit_page
 from api.app import create_app
 from api.replay.service import ReplayService
 from api.server import running_server
 from api.settings import ApiSettings
+from kv_events.log.event_log import EventLogWriter
 from kv_events.log.moments import LogMoment
+from kv_events.records import Channel, LogRecord
+from simulation import Request, SimulationSettings, WorkloadSettings, generate
+from simulation.run import TimedFleet
 from tests.support.browser.chromium import Scheme, new_page, running_browser
-from tests.support.browser.shown_fleet import ShownFleet, shown_fleet
+from tests.support.browser.shown_fleet import POLICY, ShownFleet, shown_fleet
 
 _FOLDER = Path(__file__).resolve().parents[3] / "docs" / "images"
 _RECORDING = _FOLDER.parents[1] / "examples" / "routing_anomaly"
@@ -21,6 +30,14 @@ _SERVE_S = 60.0
 _RATE = 6.0
 _HOUR_S = 3600.0
 _FLEET = 200
+_WORKER = 3
+_OUTAGE_S = 20.0
+_NOTICED_S = 4.0
+_CLIPS: tuple[tuple[str, Scheme, str, str], ...] = (
+    ("report-light", "light", "header", "#funnel figure"),
+    ("report-dark", "dark", "#held", "#held figure:nth-of-type(2)"),
+)
+"""Pictures of a report: name, scheme, and the first and the last element."""
 
 
 class _Picture(NamedTuple):
@@ -59,6 +76,7 @@ async def main(folder: Path) -> None:
         await _serve(shown, 10.0)
         await _settle(page)
         await page.screenshot(path=folder / "page-fleet.png")
+        await _show_report(browser, folder)
 
 
 async def _show_past(browser: Browser, picture: Path) -> None:
@@ -71,6 +89,56 @@ async def _show_past(browser: Browser, picture: Path) -> None:
         await page.locator("#past .legend", has_text="resync", has_not_text="searching").wait_for()
         await _settle(page)
         await page.screenshot(path=picture)
+
+
+class _LossyLog(EventLogWriter):
+    """A log that loses all batches of a worker for a time."""
+
+    lost_worker = ""
+
+    def append(self, record: LogRecord) -> int:
+        """See `EventLogWriter`."""
+        is_lost = record.channel == Channel.EVENTS and f"/{self.lost_worker}/" in record.key.decode()
+        return self.next_index if is_lost else super().append(record)
+
+
+def _record_a_faulty_run(folder: Path, requests: list[Request]) -> None:
+    """Record a fleet of which one worker loses batches for 20 seconds, and sends everything again soon after."""
+    settings = SimulationSettings(workers=8, capacity_tokens=2**16, cache="hiradix", disk_ratio=4.0)
+    with _LossyLog(folder) as log:
+        fleet = TimedFleet(settings, POLICY, log)
+        publisher = fleet.run.workers[_WORKER].publisher
+        outage_s = requests[len(requests) // 2].arrival_s
+        resync_s = outage_s + _OUTAGE_S + _NOTICED_S
+        for request in requests:
+            is_lost = outage_s <= request.arrival_s < outage_s + _OUTAGE_S
+            log.lost_worker = publisher.stream.worker if is_lost else ""
+            if request.arrival_s >= resync_s:
+                publisher.request_resync("gap")
+                resync_s = math.inf
+            fleet.arrive(request)
+        fleet.run_until(math.inf)
+
+
+async def _show_report(browser: Browser, folder: Path) -> None:
+    """Write pictures of the audit of such a run."""
+    with tempfile.TemporaryDirectory() as scratch:
+        log, file, series = Path(scratch) / "recording", Path(scratch) / "report.html", AuditCurves()
+        _record_a_faulty_run(log, generate(WorkloadSettings(num_requests=1500, sessions_per_s=1.0)))
+        report = audit_log(log, series=series)
+        report.log = log.name
+        write_audit_page(file, report, series)
+        for name, scheme, first, last in _CLIPS:
+            page = await new_page(browser, 1040, 900, scheme)
+            await page.goto(file.as_uri())
+            await page.locator(".plot svg text").first.wait_for(state="attached")
+            await _settle(page)
+            top, bottom = [await page.locator(each).first.bounding_box() for each in (first, last)]
+            assert top is not None
+            assert bottom is not None
+            height = bottom["y"] + bottom["height"] - top["y"]
+            clip = FloatRect(x=0, y=top["y"], width=1040, height=height)
+            await page.screenshot(path=folder / f"{name}.png", full_page=True, clip=clip)
 
 
 async def _serve(shown: ShownFleet, seconds: float = _SERVE_S) -> None:

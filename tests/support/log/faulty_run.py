@@ -11,18 +11,15 @@ _PAGES = range(1, 60)
 _START_S = 1_700_000_000.0
 
 
-def faulty_run(random: Random, num_records: int, start_s: float = _START_S, pace: float = 1.0) -> list[LogRecord]:
-    """Return about this many records of three workers in two partitions, with times that are not quite in order.
-
-    pace: factor of the times between two records, which are up to 15 seconds.
-    """
+def faulty_run(random: Random, num_records: int) -> list[LogRecord]:
+    """Return about this many records of three workers in two partitions, with times that are not quite in order."""
     streams = [Stream("w-0"), Stream("w-1", model="n"), Stream("w-2", dp_rank=1)]
     sent: list[tuple[int, LogRecord]] = []
-    now = start_s
+    now = _START_S
     while len(sent) < num_records:
-        now += pace * random.choice((0.0, 0.001, 0.5, 3.0, 15.0 if random.random() < 0.1 else 0.1))
+        now += random.choice((0.0, 0.001, 0.5, 3.0, 15.0 if random.random() < 0.1 else 0.1))
         number = random.randrange(len(streams))
-        for record in _records(random, streams[number], now - pace * random.choice((0.0, 0.0, 0.2))):
+        for record in _records(random, streams[number], now - random.choice((0.0, 0.0, 0.2))):
             fate = random.random()
             if fate < 0.05:
                 continue  # lost

@@ -50,12 +50,12 @@ class SecureKafka:
         """The address of a listener, `host:port`."""
         return f"127.0.0.1:{self._ports[listener]}"
 
-    async def allow(self, topic: str, *operations: str, user: str = USER) -> None:
-        """Let one user `read`, `write` or `describe` a topic, and no other user anything."""
+    async def allow(self, topic: str, *operations: str) -> None:
+        """Let USER `read`, `write` or `describe` a topic, and no other user anything."""
         async with administration(self.address("PLAINTEXT")) as admin:
             for operation in operations:
                 is_literal, is_allowed = 3, 3
-                rule = (_TOPIC, topic, is_literal, f"User:{user}", "*", _OPERATIONS[operation], is_allowed)
+                rule = (_TOPIC, topic, is_literal, f"User:{USER}", "*", _OPERATIONS[operation], is_allowed)
                 answer = await admin._send_request(CreateAclsRequest(*rule))
                 assert not any(code for code, _ in answer.creation_responses), answer
 

@@ -12,7 +12,7 @@ from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any
 
-from tests.support.servers.child_process import ChildProcess
+from tests.support.servers.child_process import ChildProcess, RestartableServer
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.mooncake_master import MooncakeMaster
 from tests.support.servers.redis_server import RedisServer
@@ -77,22 +77,9 @@ def remote_servers(socket: str) -> Any:
     return manager.shared()  # type: ignore[attr-defined]
 
 
-def _start_kafka(folder: Path) -> tuple[str, Callable[[], None]]:
-    broker = KafkaBroker(folder)
-    broker.restart()
-    return broker.bootstrap, broker.kill
-
-
-def _start_secure_kafka(folder: Path) -> tuple[str, Callable[[], None]]:
-    broker = SecureKafka.create(folder)
-    broker.restart()
-    return str(folder), broker.kill
-
-
-def _start_redis(folder: Path) -> tuple[str, Callable[[], None]]:
-    server = RedisServer(folder)
+def _started(server: RestartableServer, address: str) -> tuple[str, Callable[[], None]]:
     server.restart()
-    return server.url, server.kill
+    return address, server.kill
 
 
 def _start_mooncake(folder: Path) -> tuple[str, Callable[[], None]]:
@@ -112,8 +99,8 @@ def _start_mooncake(folder: Path) -> tuple[str, Callable[[], None]]:
 
 
 _STARTS: dict[str, Callable[[Path], tuple[str, Callable[[], None]]]] = {
-    "kafka": _start_kafka,
-    "secure-kafka": _start_secure_kafka,
-    "redis": _start_redis,
+    "kafka": lambda folder: _started(broker := KafkaBroker(folder), broker.bootstrap),
+    "secure-kafka": lambda folder: _started(SecureKafka.create(folder), str(folder)),
+    "redis": lambda folder: _started(server := RedisServer(folder), server.url),
     "mooncake": _start_mooncake,
 }
