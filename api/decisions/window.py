@@ -69,7 +69,10 @@ class DecisionWindow:
             self._trim()
 
     def take_all(self, choices: Choices) -> None:
-        """Count choices that were made at once. As long as no outcome is reported, most are forgotten unread."""
+        """Count choices that were made at once.
+
+        As long as no outcome is reported, most are forgotten unread. An id may then count each time.
+        """
         _add(self._all, choices.timestamp, choices.sums)
         for worker, requests, tokens, number in choices.lost:
             self._lose("choice", worker, (requests, tokens), choices.record(number), choices.timestamp)
