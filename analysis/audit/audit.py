@@ -1,7 +1,9 @@
 """The audit of one log, in one pass over its events."""
 
-import sqlite3
+import os
 import sys
+import tempfile
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from math import isfinite
@@ -98,8 +100,8 @@ def _batch_ms(record: LogRecord) -> int:
 class SortedDecisions:
     """The decisions, outcomes and reservations of a log, in the order of their times.
 
-    A temporary database sorts them. A router may report a decision long after it was made. So they are read before the
-    events.
+    A temporary file keeps their bytes. A router may report a decision long after it was made. So they are read
+    before the events.
     """
 
     def __init__(self, folder: Path, on_read: Callable[[int], None]) -> None:
@@ -108,20 +110,23 @@ class SortedDecisions:
         """Records that cannot be decoded."""
         self.damage: list[str] = []
         """Parts of the decisions' own log that cannot be read."""
-        self._num_records = 0
-        self._database = sqlite3.connect("")  # in memory, and in a temporary file if it is large
-        self._database.execute("CREATE TABLE records (ms, log_index, channel, payload)")
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  (`close` closes it)
+        self._num_bytes = 0
+        self._places = array("q")
+        """Of each record: its time in milliseconds, its index in the log, the byte at which the file has it, and its
+        channel."""
         for chunk in scan_log(folder, lambda _: None):  # the audit reads this log again
             self._add_all(chunk)
             on_read(chunk.end - chunk.position)
         for beside in FOLDERS_BESIDE:
             for chunk in scan_log(folder / beside, lambda error: self.damage.append(str(error))):
                 self._add_all(chunk, _BESIDE)
+        self._file.flush()
         self._ordered = self._in_order()
         self._next = next(self._ordered, None)
 
     def __len__(self) -> int:
-        return self._num_records
+        return len(self._places) // 4
 
     def before(self, ms: int, index: int) -> Iterator[DecisionRecord | ReservationRecord]:
         """Yield those that precede a record of this time and index, and were not yielded before."""
@@ -134,8 +139,8 @@ class SortedDecisions:
         return self.before(sys.maxsize, 0)
 
     def close(self) -> None:
-        """Delete the database."""
-        self._database.close()
+        """Delete the temporary file."""
+        self._file.close()
 
     def _add_all(self, chunk: RecordChunk, given: int | None = None) -> None:
         """given: index of all records. None: their own."""
@@ -151,16 +156,16 @@ class SortedDecisions:
             self.unreadable += 1
             return
         time_s = time_of(found) if isinstance(found, Reserved | Progressed) else found.timestamp
-        self._database.execute(
-            "INSERT INTO records VALUES (?, ?, ?, ?)", (milliseconds(time_s), index, channel, payload)
-        )
-        self._num_records += 1
+        self._places.extend((milliseconds(time_s), index, self._num_bytes, channel))
+        self._num_bytes += self._file.write(payload)
 
     def _in_order(self) -> Iterator[tuple[int, int, DecisionRecord | ReservationRecord]]:
         """Yield (milliseconds, index, record). Those of the same time and index keep the order of reading."""
-        rows = self._database.execute("SELECT * FROM records ORDER BY ms, log_index, rowid")
-        for ms, index, channel, payload in rows:
-            yield ms, index, decode_record(channel, payload)
+        places = np.array(self._places).reshape(-1, 4)
+        ends = np.append(places[:, 2], self._num_bytes)[1:]
+        in_order = np.lexsort((places[:, 1], places[:, 0]))
+        for ms, index, begin, channel, end in map(np.ndarray.tolist, np.column_stack((places, ends))[in_order]):
+            yield ms, index, decode_record(channel, os.pread(self._file.fileno(), end - begin, begin))
 
 
 _MOST_CHARACTERS = 32
