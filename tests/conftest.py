@@ -49,7 +49,7 @@ register_profiles()
 
 
 class _HurriedAsyncio:
-    """`asyncio` for uvicorn, which looks ten times a second whether it should end, and whether connections have."""
+    """`asyncio` for uvicorn, whose pauses, a tenth of a second before it looks whether it should end, are a tenth."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)

@@ -13,6 +13,7 @@ from api.problems import ProblemError, ProblemKind
 from indexer.tenants import TenantLimits
 from kv_events.errors import shorten
 from kv_events.http.parsed_query import ParsedQuery
+from kv_events.runtime import words
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class TenantRates:
 
         def use(text: str) -> None:
             limits.use(text)
-            logger.info("tenants whose limits are known now by name: %d", len(limits.named))
+            logger.info("limits of %s are known now", words.count(len(limits.named), "tenant"))
 
         return following("tenant limits", limits.text, limits.read, use, logger)
 

@@ -18,6 +18,7 @@ from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError, shorten
 from kv_events.runtime.settings import read_secret
 from kv_events.runtime.variables import variable
+from kv_events.runtime.words import count
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class TokenRegistry:
         def use(text: str) -> None:
             self._known = [*self._own, *_callers(text, file)]
             if text:
-                logger.info("tokens known now: %d", len(self._known))
+                logger.info("%s known now", count(len(self._known), "token"))
             else:
                 logger.warning("%s was deleted: its tokens are no longer valid", file)
             on_change()

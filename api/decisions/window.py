@@ -109,7 +109,8 @@ class DecisionWindow:
             self._lose("choice", decision.worker, (sign, sign * lost), decision, decision.timestamp)
 
     def _wait(self, name: str, choice: _Choice) -> None:
-        self._recent.append((name, _shortened(choice), None))
+        if self._num_unread < _SHOWN:
+            self._recent.append((name, _shortened(choice), None))
         self._waiting[name] = choice
         self._waiting_bytes += _num_bytes(choice)
         if self._early and (early := self._early.pop(name, None)) is not None:
@@ -141,11 +142,12 @@ class DecisionWindow:
 
     def _losses(self, now: float) -> dict[str, Any]:
         """Return the fields `lost` and `losses`."""
-        sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+        totals: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
         for minute, losing in self._losing.items():
             for key, (requests, tokens) in losing.items() if minute > (now - WINDOW_S) // _BUCKET_S else ():
-                sums[key][0] += requests
-                sums[key][1] += tokens
+                totals[key][0] += requests
+                totals[key][1] += tokens
+        sums = {key: lost for key, lost in totals.items() if lost[0]}
         known = {key: lost for key, lost in sums.items() if key in self._examples}
         largest = sorted(known.items(), key=lambda item: -item[1][1])[:_MAX_LOSSES]
         losses = [_loss(*key, requests, tokens, self._examples[key]) for key, (requests, tokens) in largest]
@@ -157,9 +159,9 @@ class DecisionWindow:
     def _lose(
         self, cause: str, worker: str, lost: tuple[int, int], example: _Choice, at: float, cached: int | None = None
     ) -> None:
-        """Count requests that lost tokens. lost: how many requests and tokens. at: seconds since 1970.
+        """Count requests that lost tokens. lost: how many requests and tokens; below 0, they were counted twice.
 
-        cached: tokens that the engine reused of the example.
+        at: seconds since 1970. cached: tokens that the engine reused of the example.
         """
         key, minutes = (cause, worker), self._losing
         losing = minutes.setdefault(int(at // _BUCKET_S), {})
@@ -170,8 +172,9 @@ class DecisionWindow:
         sums = losing.setdefault(key, [0, 0])
         sums[0] += lost[0]
         sums[1] += lost[1]
-        self._examples[key] = _shortened(example), cached
-        self._examples.move_to_end(key)
+        if lost[0] > 0:
+            self._examples[key] = _shortened(example), cached
+            self._examples.move_to_end(key)
         if len(self._examples) > _MAX_LOSING:
             self._examples.popitem(last=False)
 

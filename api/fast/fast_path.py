@@ -105,7 +105,7 @@ class FastPath:
             max_body_bytes,
             with_traces=with_traces,
             is_allowed_host=settings.is_allowed_host,
-            bodyless=None if bodyless is None else bodyless[:2],
+            bodyless=None if bodyless is None else (bodyless.line, bodyless.scope),
         )
         self._consumer = consumer
         self._answers = answers

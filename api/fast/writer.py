@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 from weakref import finalize, ref
 
 import msgspec
@@ -61,11 +61,21 @@ _GIVEN = {
     "block_hash": SEQUENCE_HASHES,
 }
 _NO_TOKENS, _NO_HASHES = np.zeros(0, np.uint32), np.zeros(0, np.uint64)
-_END = 3  # of a `GivenPrompt`
 
-GivenPrompt: TypeAlias = tuple[int, bytes, int, int, PromptArray, PromptArray]
-"""How `answer_query` gets a prompt: kind; a JSON text, the index after its "[" and that of its "]", 0 without a text;
-tokens; hashes. See `prompt_of` and `AnswerWriter.prompt_of_text`."""
+
+class GivenPrompt(NamedTuple):
+    """How `answer_query` gets a prompt. See `prompt_of` and `AnswerWriter.prompt_of_text`."""
+
+    kind: int
+    text: bytes = b""
+    """JSON with its numbers."""
+    start: int = 0
+    """Index after the "[" of the text."""
+    end: int = 0
+    """Index of the "]" of the text."""
+    tokens: PromptArray = _NO_TOKENS
+    hashes: PromptArray = _NO_HASHES
+
 
 # Layouts of answers are taken from the structs that describe them: fixed texts, and gaps for these numbers.
 _TOKENS = {GPU: 1000001, CPU: 1000002, DISK: 1000003, EXTERNAL: 1000004}
@@ -102,8 +112,7 @@ RFC = layout_of(RfcInstance(**_SHARED, dp={_RANK: _RANK_TOKENS}, state=_STATE)) 
 def prompt_of(question: ParsedQuery, numbers: PromptArray) -> GivenPrompt:
     """Return a prompt whose numbers are in an array."""
     kind = _GIVEN[question.field]
-    tokens, hashes = (numbers, _NO_HASHES) if kind == TOKENS else (_NO_TOKENS, numbers)
-    return kind, b"", 0, 0, tokens, hashes
+    return GivenPrompt(kind, tokens=numbers) if kind == TOKENS else GivenPrompt(kind, hashes=numbers)
 
 
 class AnswerWriter:
@@ -123,10 +132,10 @@ class AnswerWriter:
         It is valid until the next call. None: the text must be read in another way.
         """
         if question.field == "token_ids":
-            return TEXT, text, start, end, _NO_TOKENS, _NO_HASHES
+            return GivenPrompt(TEXT, text, start, end)
         kind = _GIVEN[question.field]
         count, stop = read_hashes(text, start, self._hashes, kind == LOCAL_HASHES)
-        return (kind, b"", 0, 0, _NO_TOKENS, self._hashes[:count]) if stop == end else None
+        return GivenPrompt(kind, hashes=self._hashes[:count]) if stop == end else None
 
     def write(
         self, question: ParsedQuery, prompt: GivenPrompt, namespace: Namespace, freshness: Freshness, now: float
@@ -137,10 +146,10 @@ class AnswerWriter:
         """
         times = (now, *freshness.bounds())
         length, end, num_positions = self.plan(question, namespace).answer(prompt, times, finds_only=False)
-        if length < 0 or end != prompt[_END]:
+        if length < 0 or end != prompt.end:
             return None
         answer, block_size = self._buffers.out[:length].tobytes(), namespace.key.block_size
-        if question.is_peer and prompt[0] in (TEXT, TOKENS) and num_positions < block_size:
+        if question.is_peer and prompt.kind in (TEXT, TOKENS) and num_positions < block_size:
             hint = msgspec.json.encode(hint_of(question, num_positions, [block_size]))
             answer = b'%b,"hint":%b}' % (answer[:-1], hint)
         return answer
@@ -154,14 +163,14 @@ class AnswerWriter:
         """
         times = (0.0, *freshness.bounds())
         num_found, end, num_positions = self.plan(question, namespace).answer(prompt, times, finds_only=True)
-        if end != prompt[_END]:
+        if end != prompt.end:
             return None
-        buffers, kind, block_size = self._buffers, prompt[0], namespace.key.block_size
+        buffers, kind, block_size = self._buffers, prompt.kind, namespace.key.block_size
         if kind in (TEXT, TOKENS):
             num_pages, num_tokens = num_positions // block_size, num_positions + question.is_bigram
         else:
             num_pages, num_tokens = num_positions, num_positions * block_size
-        hashes = prompt[-1] if kind == SEQUENCE_HASHES else buffers.hashes[:num_pages]
+        hashes = prompt.hashes if kind == SEQUENCE_HASHES else buffers.hashes[:num_pages]
         return Found(hashes, num_tokens, buffers.streams[:num_found], buffers.pages)
 
     def plan(self, question: ParsedQuery, namespace: Namespace) -> Plan:

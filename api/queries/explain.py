@@ -1,8 +1,10 @@
 """POST /explain: why each worker holds no more of a prompt, from the log that the service keeps."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import aclosing
+from math import isfinite
 from pathlib import Path
 
 import msgspec
@@ -18,6 +20,8 @@ from kv_events.http.explanations import ExplainRequest
 from kv_events.http.parsed_query import ParsedQuery, PromptArray
 from kv_events.log.moments import LogMoment
 from kv_events.runtime.helper_process import HelperEndedError, helper_results
+
+logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_NUMBERS = 131_072
@@ -64,6 +68,8 @@ class ExplainRoute:
         """Decode and check a request. Raises ProblemError."""
         present = self._present()
         request, question, numbers = await self._in_thread(body, _decoded, body, body_format)
+        if request.at is not None and not isfinite(request.at):  # msgpack has such numbers
+            raise ProblemError.of_value(InvalidValueError("at", request.at, "seconds since 1970"))
         if len(numbers) > MAX_NUMBERS:
             fault = InvalidValueError(f"len({question.field})", len(numbers), f"at most {MAX_NUMBERS}")
             raise ProblemError.of_value(fault)
@@ -86,7 +92,8 @@ class ExplainRoute:
         except TimeoutError:
             detail = f"not explained within {self._timeout_s:g} s; run `kvsight explain` on the log"
             raise ProblemError(503, ProblemKind.UNAVAILABLE, detail) from None
-        except HelperEndedError:
+        except HelperEndedError as error:
+            logger.warning("%s", error)
             detail = "the explanation failed; the service's log says why"
             raise ProblemError(503, ProblemKind.UNAVAILABLE, detail) from None
         refusal = msgspec.json.decode(answer, type=ExplainError)

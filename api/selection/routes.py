@@ -36,8 +36,8 @@ from selection.selector import NoCandidateError, Selector, session_of
 from selection.settings import SelectionSettings
 
 _RESERVE = "/select_and_reserve"
-_only_python = attrgetter("isl_tokens", "pinned_worker", "affinity_target")
-"""Fields that kernels do not know."""
+_unknown_to_kernels = attrgetter("isl_tokens", "pinned_worker", "affinity_target")
+"""Returns the fields of a request that kernels do not know."""
 
 
 class SelectionRoutes:
@@ -102,7 +102,7 @@ class SelectionRoutes:
         return msgspec.json.encode(self._placed(request, found, namespace, is_reserving=is_reserving))
 
     def _plan(self, request: SelectRequest, *, is_reserving: bool) -> SelectionPlan | None:
-        is_plain = _only_python(request) == (None, None, None)
+        is_plain = _unknown_to_kernels(request) == (None, None, None)
         session = session_of(request)  # a longer one would have no room in a record
         is_plain = is_plain and (is_reserving or request.selection_id is None)  # `/reservations` may follow
         if not is_plain or request.sources or len(session.encode()) > MAX_REQUEST_ID_BYTES:

@@ -28,8 +28,8 @@ _WAITING_BYTES = 384
 """What a record that waits takes in memory beside its key and its payload."""
 _JOINED_BYTES = 2**18
 """Bound on the size of records that are joined, of which there are at most `MAX_JOINED`, unless one alone is larger."""
-_GATHER_S = 0.02
-"""Time after the start of a write in which further records wait for the next one."""
+_GATHER_MS = 20
+"""Time after the start of a write in which further records wait for the next one, and between those that are joined."""
 _MAX_BYTES = 2 * 2**30
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 _STOP_S = 2.0
@@ -180,7 +180,7 @@ class WriteQueue:
             await self._arrival.wait()
             if self.num_queued < _MAX_RECORDS:
                 await asyncio.sleep(due - time.monotonic())
-            due = time.monotonic() + _GATHER_S
+            due = time.monotonic() + _GATHER_MS / 1000
             batch, num_records, num_bytes = list[_Waiting](), 0, 0
             for waiting in self._queue:
                 batch.append(waiting)
@@ -205,12 +205,13 @@ class WriteQueue:
             self.written += num_records
 
     def _records(self, batch: Iterable[_Waiting]) -> list[LogRecord]:
-        """Return the records of the log, into which those that may be joined are. Offsets count single records."""
+        """Return a batch as records of the log, joined if the contents may be. Offsets count single records."""
         most, room = (MAX_JOINED, _JOINED_BYTES) if self.contents.are_joined else (1, 0)
         records, part, offset = list[LogRecord](), list[_Waiting](), self.written
         num_records = num_bytes = 0
         for waiting in batch:
-            if part and (num_records + waiting.num_records > most or num_bytes + len(waiting.payload) > room):
+            is_full = num_records + waiting.num_records > most or num_bytes + len(waiting.payload) > room
+            if part and (is_full or waiting.timestamp_ms > part[0].timestamp_ms + _GATHER_MS):
                 records.append(self._record(part, offset))
                 part, offset, num_records, num_bytes = [], offset + num_records, 0, 0
             part.append(waiting)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from indexer.sources.kafka import KafkaSource
 from indexer.writing.kafka import TopicWriter
 from indexer.writing.queue import NO_LOG, QUEUE_FULL, RESERVATIONS, WriteQueue
 from kv_events.log.event_log import EventLogReader
-from kv_events.records import Channel
+from kv_events.records import Channel, LogRecord
 from kv_events.reservations import (
     MAX_JOINED,
     OUTPUT_BLOCK,
@@ -34,6 +34,7 @@ from kv_events.reservations import (
     encode_reservation,
     reservation_id,
     singles,
+    time_of,
 )
 from selection.book import Book
 from selection.exchange import ReservationExchange, create_exchange
@@ -212,6 +213,28 @@ async def test_without_a_broker_bookings_stay_local_and_the_queue_is_bounded() -
         reasons = [exchange.put(record) for record in big]
         assert set(reasons) == {None, QUEUE_FULL}
         assert queue.dropped[QUEUE_FULL] == 80 - queue.num_queued == reasons.count(QUEUE_FULL) > 0
+
+
+async def test_records_that_waited_for_long_keep_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = list[LogRecord]()
+
+    async def write(records: Sequence[LogRecord]) -> None:
+        written.extend(records)
+
+    queue = WriteQueue(write, contents=RESERVATIONS)
+    names = [f"r{number}" for number in range(40)]
+    for number, name in enumerate(names):
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda number=number: 100 + number / 100)
+            queue.put(("reserved", name, encode_reservation(reserved(name, "w1", [1], 100 + number / 100))))
+    async with queue.running():
+        await async_wait_until(lambda: queue.written == len(names), what="the records")
+    made = [list(map(decode_reservation, singles(record.payload))) for record in written]
+    assert [reservation_id(each) for several in made for each in several] == names
+    assert [names[record.offset] for record in written] == [reservation_id(several[0]) for several in made]
+    for record, several in zip(written, made, strict=True):
+        assert all(-1 < time_of(each) * 1000 - record.timestamp_ms < 21 for each in several)
+    assert len(written) < len(names)
 
 
 async def test_a_recording_has_the_records_of_the_topic(own: dict[str, Any], tmp_path: Path) -> None:

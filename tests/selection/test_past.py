@@ -74,7 +74,7 @@ def fleet_log(folder: Path, records: list[ReservationRecord], *, is_beside: bool
     if not is_beside:
         at_once = [list(group) for _, group in groupby(own, key=lambda each: each.timestamp_ms // 500)]
         payloads = [joined(len(group), b"".join(each.payload for each in group)) for group in at_once]
-        own = [group[-1]._replace(payload=payload) for group, payload in zip(at_once, payloads, strict=True)]
+        own = [group[0]._replace(payload=payload) for group, payload in zip(at_once, payloads, strict=True)]
     else:
         write_log(folder / "reservations", own)
     return write_log(folder, sorted([*events, *([] if is_beside else own)], key=lambda each: each.timestamp_ms))

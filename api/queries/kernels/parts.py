@@ -97,7 +97,10 @@ def json_objects(text: U8Input) -> int:
 
 @kernel
 def msgpack_objects(data: U8Input) -> int:
-    """Return the number of arrays, maps and texts, up to what is broken. See `json_objects`. data: uint8[n]."""
+    """Return the number of arrays, maps, texts, bytes and extensions, up to what is broken. data: uint8[n].
+
+    See `json_objects`.
+    """
     at, found, kind = 0, 0, ARRAY
     while at < len(data) and kind != BAD:
         kind, value, at = read_head(data, at, len(data))

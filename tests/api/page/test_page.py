@@ -259,7 +259,10 @@ class Window(DecisionWindow):
                 opening, _ = record_openings("replica")
                 rest = record.removeprefix(opening)[1:]  # the name's size, as kernels write it
                 record = opening + bytes([0xD9, len(decision.request_id)]) + rest
-                self.take_all(Choices(START, (1, 4 * pages, 4, 4), (), record, [len(record)], len(opening) + 2))
+                best = max([each.tokens for each in candidates], default=4)
+                lost = [(f"w{number}", 1, best - 4, 0)] if best > 4 else []
+                sums = 1, 4 * pages, best, 4
+                self.take_all(Choices(START, sums, lost, record, [len(record)], len(opening) + 2))
             else:
                 self.take(decision)
 
@@ -282,9 +285,10 @@ def test_more_decisions_wait_once_outcomes_are_reported() -> None:
 @pytest.mark.parametrize("is_booked", [False, True])
 def test_an_id_counts_once_until_its_outcome_has_come(is_booked: bool) -> None:
     window = Window()
-    window.decide([0, 1, 0, 0], is_booked=is_booked)
+    window.decide([0, 1, 0, 0], candidates=(Candidate("other", 0, 12, 0.0),), is_booked=is_booked)
     report = window.report(START)
-    assert (report.all.requests, report.all.prompt_tokens) == (2, 8)
+    assert (report.all.requests, report.all.prompt_tokens, report.all.best_tokens) == (2, 8, 24)
+    assert sorted((each.worker, each.requests, each.tokens) for each in report.losses) == [("w0", 1, 8), ("w1", 1, 8)]
     assert [each.request_id for each in report.decisions] == ["r0", "r1"]
     assert window.finished(0) == 1
     window.decide([0], is_booked=is_booked)

@@ -1,6 +1,7 @@
 """POST /explain without a server: the same answers as the library, from a process of its own, and clear refusals."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import psutil
 import pytest
 
 from api.app import create_app
@@ -23,6 +25,7 @@ from tests.support.log.late_log import write_late_log, write_log
 from tests.support.log.plain_log import flip, segments, tear
 from tests.support.log.planted_causes import check_truth, planted
 from tests.support.log.planted_scene import MODEL, VICTIM, Scene
+from tests.support.waiting import async_wait_until
 
 QUERY = {"model_name": MODEL, "token_ids": list(range(64))}
 
@@ -112,6 +115,26 @@ async def test_an_explanation_that_takes_too_long_is_given_up(held: tuple[Path, 
         problem = check_problem(await client.post("/explain", json=QUERY), 503, "unavailable")
         assert "kvsight explain" in problem["detail"]
         check_problem(await client.post("/explain", json=QUERY), 503, "unavailable")  # it is not busy any more
+
+
+async def test_a_process_that_dies_is_logged(held: tuple[Path, Scene], caplog: pytest.LogCaptureFixture) -> None:
+    async def kill() -> None:
+        process = psutil.Process()
+        await async_wait_until(lambda: process.children(), what="the process of the explanation")
+        for child in process.children():
+            child.kill()
+
+    async with service(held[0]) as client:
+        answer, _ = await asyncio.gather(client.post("/explain", json=QUERY), kill())
+    check_problem(answer, 503, "unavailable")
+    assert "the process of the explanation ended with -9" in caplog.text
+
+
+async def test_a_moment_that_is_no_number_is_refused(held: tuple[Path, Scene]) -> None:
+    body = msgspec.msgpack.encode(held[1].body | {"at": math.nan})
+    async with service(held[0]) as client:
+        answer = await client.post("/explain", content=body, headers={"Content-Type": "application/msgpack"})
+    check_problem(answer, 422, "invalid-value", "at")
 
 
 async def test_parts_of_the_log_that_cannot_be_read_are_named(tmp_path: Path) -> None:
