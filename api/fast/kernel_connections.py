@@ -138,22 +138,15 @@ class KernelConnections:
             self._epoll = None
 
     def _serve(self) -> None:
-        """Serve connections pass by pass, as long as some have a request and other callers have not waited long."""
-        until = time.perf_counter() + _PASS_S
-        while self._serve_once() and time.perf_counter() < until:
-            pass
-
-    def _serve_once(self) -> bool:
-        """Serve connections that have a request, one template after the other. Returns whether there were any.
+        """Serve connections that have a request, one template after the other.
 
         Those that have waited for the longest time come first, as epoll lists them in turn.
         """
-        if self._epoll is None:
-            return False
+        assert self._epoll is not None
         began, alike = time.perf_counter(), dict[int, list[int]]()
         ready = [connection for connection, _ in self._epoll.poll(0, self._at_once) if connection in self._owners]
         if not ready:
-            return False
+            return
         count, sockets = len(ready), self._sockets
         sockets.connections[:count] = ready
         kernels.read_requests(self._pinned, self._templates.pinned, count)
@@ -175,7 +168,6 @@ class KernelConnections:
             self._hand_over(each)
         fitting = int(_PASS_S * count / (time.perf_counter() - began))
         self._at_once = max(1, min(MOST_AT_ONCE, 2 * self._at_once, fitting))
-        return True
 
     def _answer_alike(self, template: RequestTemplate, members: list[int], read_s: float) -> list[_Pending]:
         """Answer requests with the same template. Returns what is left to their owners.
