@@ -49,7 +49,7 @@ register_profiles()
 
 
 class _HurriedAsyncio:
-    """`asyncio` for uvicorn, whose pauses, a tenth of a second before it looks whether it should end, are a tenth."""
+    """`asyncio` for uvicorn, with a tenth of the pauses after which it looks whether it should end."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)

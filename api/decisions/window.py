@@ -103,6 +103,7 @@ class DecisionWindow:
         self._trim()
 
     def _count(self, decision: Decision, sign: int = 1) -> None:
+        """Add a decision to the sums. sign: -1 takes it away again."""
         _add(self._all, decision.timestamp, [sign * each for each in _sums(decision)])
         lost = _best(decision) - (decision.predicted_tokens or 0)
         if lost > 0 and decision.predicted_tokens is not None:

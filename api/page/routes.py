@@ -25,7 +25,7 @@ _TOKENIZE_DEADLINE_S: Final = 30.0
 _MIN_AGE_S: Final = 0.9
 """Answers are used for so long, a little less than the second at which pages ask."""
 _AGE_PER_COST: Final = 30
-"""An answer that takes long is used for so many times as long: each costs a thirtieth of a core at most."""
+"""An answer is kept for this many times the time that it took, so that it costs a thirtieth of a core at most."""
 _MAX_AGE_S: Final = 60.0
 _SLICE_S: Final = 0.00025
 _MAX_KEPT: Final = 16

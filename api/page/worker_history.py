@@ -113,8 +113,8 @@ class PageLifetimes:
 
 
 CountedRates: TypeAlias = tuple[int, dict[StreamId, Rates]]
-"""The rates before a moment, counted from a log: how many intervals, at most `NUM_INTERVALS`, and those of streams with
-events.
+"""The number of intervals before a moment, at most `NUM_INTERVALS`, and the rates of each stream that had events then,
+counted from a log.
 """
 
 

@@ -123,7 +123,7 @@ def is_large(data: Data) -> bool:
 
 
 def slimmed(body: Data, form: BodyFormat) -> tuple[Data, dict[str, memoryview]]:
-    """Take the long lists out of a body, if it is large. Return the rest, in which they are empty, and them by field.
+    """Take the long lists out of a body, if it is large. Return the rest, with empty lists, and the lists by field.
 
     Nothing is decoded. Raises ProblemError (400, 422) if the body is not an object, or is large in anything else.
     """

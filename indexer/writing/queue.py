@@ -29,7 +29,7 @@ _WAITING_BYTES = 384
 _JOINED_BYTES = 2**18
 """Bound on the size of records that are joined, of which there are at most `MAX_JOINED`, unless one alone is larger."""
 _GATHER_MS = 20
-"""Time after the start of a write in which further records wait for the next one, and between those that are joined."""
+"""Time after the start of a write in which others wait for the next one. Joined records are at most as far apart."""
 _MAX_BYTES = 2 * 2**30
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 _STOP_S = 2.0

@@ -63,14 +63,13 @@ def answers(service: ServiceProcess, trusted: ssl.SSLContext | bool = True) -> N
 
 
 def is_closed(held: socket.socket) -> bool:
+    """Return whether the service has closed a connection, perhaps after an answer."""
     try:
-        while held.recv(2**16):
-            pass  # an answer
+        return held.recv(2**16) == b"" or is_closed(held)
     except (BlockingIOError, ssl.SSLWantReadError):
         return False
     except OSError:
-        pass
-    return True
+        return True
 
 
 def plain(connection: socket.socket) -> socket.socket:
