@@ -8,6 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,6 +38,8 @@ _UPKEEP_S = 1.0
 _POLL_S = 0.05
 _RETRY_S = 1.0
 _STOP_S = 5.0
+_LAST_READ_S = 1.0
+"""How long a source is read on after the stop. One that hangs may take longer, and nothing of it is lost."""
 _STUCK_S = 5.0
 """Time for one access to the disk, after which it counts as hanging."""
 _POSITIONS_FILE = "positions.json"
@@ -148,7 +151,7 @@ class Recorder:
         upkeep = asyncio.create_task(keep_running(lambda: self._keep_up(stop), "recording", logger), name="recording")
         following = [asyncio.create_task(self._follow(feed, stop, once=once), name=feed.name) for feed in feeds]
         try:
-            await asyncio.gather(*following)
+            await _ended(following, stop)
             if not following:
                 await stop.wait()
         finally:
@@ -369,6 +372,18 @@ class RecordingThread:
     async def _record(self, stop: asyncio.Event) -> None:
         async with self._beside():
             await self.recorder.run(self._feeds(), stop)
+
+
+async def _ended(following: Sequence[asyncio.Task[None]], stop: asyncio.Event) -> None:
+    """Wait until all have ended, or for a second after `stop`. Raises the first error."""
+    ended, stopped = asyncio.gather(*following), asyncio.create_task(stop.wait())
+    both: set[asyncio.Future[Any]] = {ended, stopped}
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+    with suppress(TimeoutError):
+        await asyncio.wait_for(ended, _LAST_READ_S)
 
 
 class _Saved(msgspec.Struct):

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from asyncio.subprocess import PIPE
+from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
@@ -56,10 +56,7 @@ async def helper_results(name: str, module: str, *arguments: str, job: object = 
 
     name: of its work, for the log. job: None: it gets none. Raises HelperEndedError.
     """
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", module, *arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=_LONGEST_LINE,
-        start_new_session=True,  # Ctrl-C in a terminal is for this process
-    )  # fmt: skip
+    process = await _started(module, *arguments)
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -74,9 +71,29 @@ async def helper_results(name: str, module: str, *arguments: str, job: object = 
             raise HelperEndedError(f"the process of the {name} ended with {process.returncode}")
     finally:
         messages.cancel()
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+        await _end(process)
+
+
+async def _started(module: str, *arguments: str) -> Process:
+    """Start a process. If this is cancelled, the process is ended first: uvloop would lose it."""
+    command = sys.executable, "-P", "-m", module, *arguments
+    starting = asyncio.create_task(
+        asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=_LONGEST_LINE,
+            start_new_session=True,  # Ctrl-C in a terminal is for this process
+        )
+    )  # fmt: skip
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await _end(await starting)
+        raise
+
+
+async def _end(process: Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
 
 
 async def _log_lines(name: str, stream: asyncio.StreamReader) -> None:

@@ -5,8 +5,10 @@ import gc
 import logging
 import socket
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import pytest
 from pydantic import Field
 
@@ -14,6 +16,7 @@ from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.kafka.connection import KafkaConnection
 from kv_events.kafka.settings import KafkaSettings
 from kv_events.runtime.event_loops import new_event_loop
+from kv_events.runtime.helper_process import helper_results
 from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.runtime.settings import KvsightSettings
 from kv_events.runtime.supervised import Backoff, keep_running, pause_s
@@ -152,3 +155,29 @@ def test_each_kind_of_warning_is_logged_once_for_a_while(caplog: pytest.LogCaptu
     limited.warning("no connection")
     assert caplog.messages == ["engine w: batch 0 is lost", "engine w: no connection"]
     assert {record.name for record in caplog.records} == {"engines"}
+
+
+# --- helpers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_helper_that_is_cancelled_at_its_start_is_ended() -> None:
+    def servers() -> set[int]:
+        children = (child for child in psutil.Process().children() if child.is_running())
+        return {child.pid for child in children if "http.server" in child.cmdline()}
+
+    async def wait_for_it() -> None:
+        async for _ in helper_results("server", "http.server", "0", "--bind", "127.0.0.1"):
+            pass
+
+    async def start_and_cancel(num_steps: int) -> None:
+        task = asyncio.create_task(wait_for_it())
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    for num_steps in range(10):
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(start_and_cancel(num_steps))
+        assert not servers()
