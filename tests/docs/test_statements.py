@@ -33,8 +33,10 @@ from kv_events.schema import BATCHES_LOST, CLOSED, ENGINE_UNHEARD, LEDGER_FULL, 
 from tests.support.commands import invoke, local_zone, printed
 from tests.support.compose import ROOT, SERVICES
 from tests.support.engines.released_modules import RELEASES
+from tests.support.log.plain_log import read
 from tests.support.log.records import records_of
 from tests.support.pages import PAGES
+from tests.support.waiting import wait_until
 
 PACKAGES = ("api", "bridge", "indexer", "kv_events", "kvsight", "publisher")
 PLACEHOLDER = re.compile(r"\.\.\.|\b[NM]\b|: ")
@@ -175,21 +177,24 @@ def events(tmp_path: Path) -> Path:
     (program,) = re.findall(r"^ *```python\n(.*?)^ *```", QUICKSTART, re.MULTILINE | re.DOTALL)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", dedent(program)]
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=environment, input="\n", capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "published" in ended.stdout
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as publishing:
+        assert publishing.stdout is not None
+        assert publishing.stdout.readline().startswith("published")
+        wait_until(lambda: len(read(tmp_path / "events")) >= 3, what="heartbeats")
+        publishing.communicate("\n", timeout=60)
+    assert publishing.returncode == 0
     return tmp_path / "events"
 
 
 def test_the_query_finds_the_tokens_that_are_shown_and_the_views_as_they_were(events: Path) -> None:
     (prompt,) = re.findall(r"echo '(.*?)' \| kvsight query -", QUICKSTART)
     (shown,) = re.findall(r"^ *engine-0 +0 +(\d+)  live", QUICKSTART, re.MULTILINE)
-    answer = printed("replay", events, "--at", 1, "--query", "-", stdin=prompt)
+    answer = printed("replay", events, "--at", 3, "--query", "-", stdin=prompt)
     assert answer["instances"]["engine-0"]["gpu"] == int(shown) == 16
-    assert [view["worker"] for view in printed("replay", events, "--at", 1)] == ["engine-0"]
-    assert "`kvsight replay events --at 1`" in QUICKSTART
+    assert [view["worker"] for view in printed("replay", events, "--at", 3)] == ["engine-0"]
+    assert "`kvsight replay events --at 3`" in QUICKSTART
 
 
 EXAMPLES = ROOT / "examples"
