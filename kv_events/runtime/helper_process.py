@@ -63,7 +63,8 @@ async def helper_results(name: str, module: str, *arguments: str, job: object = 
     messages = asyncio.create_task(_log_lines(name, process.stderr))
     try:
         if job is not None:
-            process.stdin.write(msgspec.json.encode(job) + b"\n")
+            with suppress(RuntimeError):  # of uvloop, if the process has ended; its exit code is reported
+                process.stdin.write(msgspec.json.encode(job) + b"\n")
         async for line in process.stdout:
             yield line
         await messages

@@ -5,7 +5,6 @@ A real broker, a real `kvsight serve` and real publisher processes.
 
 import asyncio
 import re
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -68,15 +67,14 @@ def test_a_service_ends_while_a_broker_hangs(kafka_broker: KafkaBroker, tmp_path
             return min(int(service.metric(name)) for name in names)
 
         wait_until(written, 60, "the writers to be connected")
-        assert kafka_broker.process is not None
-        kafka_broker.process.send(signal.SIGSTOP)
+        kafka_broker.stop()
         try:
             book(service)
             began = time.monotonic()
             service.terminate()
             assert time.monotonic() - began < 8  # the two writers wait for the same broker, at the same time
         finally:
-            kafka_broker.process.send(signal.SIGCONT)
+            kafka_broker.resume()
     for name in ("decisions", "reservations"):
         missing = rf"not written before the end: (1 {name[:-1]}|(?!1 )\d+ {name})$"
         assert re.search(missing, service.log.read_text(), re.MULTILINE)

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from tests.support.waiting import wait_until
+
 # The shell becomes the server. A background process of the shell waits for the end of a pipe whose other end only this
 # process holds. The pipe ends at the latest when this process ends, for any reason, and the group is then killed.
 _TIED_TO_US = 'exec 3<&0; (cat <&3 >/dev/null; kill -9 -$$) 2>/dev/null & exec 3<&-; exec "$@" </dev/null'
@@ -71,6 +73,11 @@ class ChildProcess:
     def send(self, number: int) -> None:
         """Send a signal to the whole group."""
         os.killpg(self._process.pid, number)
+
+    def is_stopped(self) -> bool:
+        """Return whether all threads of the server stand still, after SIGSTOP."""
+        threads = Path(f"/proc/{self._process.pid}/task").glob("*/stat")
+        return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
 
     def kill(self) -> None:
         """Send SIGKILL to the whole group and wait for the server to end. Idempotent."""
@@ -130,9 +137,10 @@ class RestartableServer:
         self.close()
 
     def stop(self) -> None:
-        """Send SIGSTOP: the server then accepts connections and never answers."""
+        """Send SIGSTOP, and wait until it has effect: the server then accepts connections and never answers."""
         assert self.process is not None
         self.process.send(signal.SIGSTOP)
+        wait_until(self.process.is_stopped, what="all threads to stand still")
 
     def resume(self) -> None:
         """Send SIGCONT."""
