@@ -193,8 +193,6 @@ class ChangeTracker:
         queued = self.ledger.change(columns.stored_on(tier), extra_key)
         if self._tokens is not None and tokens is not None:
             self._tokens.extend(entry for entry, is_queued in zip(tokens, queued, strict=True) if is_queued)
-            if self.queue.is_broken:
-                self._tokens.clear()
 
     def _remove(self, events: list[BlockRemoved], medium: Any, extra_key: Any) -> None:
         tier = event_columns.medium_index(medium)

@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from kv_events.log.memory import MemoryLog
@@ -12,6 +13,7 @@ from kv_events.schema import BlockRemoved
 from publisher import EventPublisher, PublisherStateError, SinkUnavailableError, record_builder
 from publisher.drain import Drain
 from publisher.kernels.changes import PageChanges
+from publisher.kernels.events import PageEvents
 from publisher.ledger import LedgerCopy, resync_changes
 from tests.rigs.publisher import FaultySink, make_running, stored, view_of
 from tests.support.waiting import async_wait_until, wait_until
@@ -25,7 +27,9 @@ async def test_closing_sends_what_waits_and_refuses_what_comes_later(sink: Fault
     assert await publisher.aclose() == (3, 0, 0)
     assert view_of(log) == {101, 102, 103}
     publisher.publish([stored(4)])
-    assert publisher.stats().rejected_events == {"closed": 1}
+    publisher.publish_columns(PageEvents.removed(np.array([1], np.uint64), 0), None)
+    assert publisher.stats().rejected_events == {"closed": 2}
+    assert publisher.stats().pages["held"] == 3
 
 
 async def test_closing_ends_in_time_and_reports_what_was_not_sent(

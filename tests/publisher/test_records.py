@@ -164,6 +164,16 @@ def test_tokens_travel_only_when_asked_for() -> None:
     assert len(batches_of([record])[0].steps) == 2
 
 
+def test_an_overflow_drops_the_tokens_of_the_stores_that_it_drops() -> None:
+    publisher = make_begun(with_tokens=True, queue_pages=2)
+    for name in range(1, 4):
+        publisher.publish([BlockStored([name], None, [name] * 4, 4, sequence_hashes=words([name]))])
+    assert SnapshotBegin("overflow") in steps_of(publisher.take_records(NOW + 60, force=True))
+    publisher.publish([BlockStored([4], None, [4] * 4, 4, sequence_hashes=words([4]))])
+    (record,) = publisher.take_records(NOW + 61, force=True)
+    assert [token for token in range(1, 5) if np.full(4, token, "<u4").tobytes() in record.payload] == [4]
+
+
 def test_records_with_tokens_keep_within_the_largest_record() -> None:
     publisher = make_begun(with_tokens=True, block_size=1024, batch_bytes=900_000)
     for i in range(500):

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kv_events.codec import decode_batch
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, ResyncRequest, SnapshotBegin
 from publisher import EventPublisher, OutRecord, SinkRejectedError, SinkUnavailableError
+from publisher.kernels.events import PageEvents
 from publisher.sinks.memory import MemorySink
 from tests.models.stream_reader import StreamReader
 from tests.rigs.publisher import FaultySink, make_running, steps_of, stored, view_of
@@ -45,6 +47,8 @@ async def test_calls_of_every_size_keep_their_order(sink: FaultySink, log: Memor
             publisher.publish([AllBlocksCleared()])
             publisher.publish([stored(4), BlockRemoved([5])])
             publisher.publish([stored(*range(10, 1000)), BlockRemoved([*range(12, 1000)])])
+            publisher.publish([stored(6)])
+            publisher.publish_columns(PageEvents.removed(np.array([6], np.uint64), 0), None)
         assert publisher.stats().pages["removed_unknown"] == 3
         publisher.check()
         await async_wait_until(lambda: view_of(log) == {104, 110, 111})
