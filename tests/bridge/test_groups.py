@@ -222,3 +222,39 @@ def test_a_mamba_group_may_state_a_chunk_of_tokens_and_one_hash(is_full_first: b
     names = names_of([1] * 3840, 768)
     assert rig.groups == {"": on(GPU, names), "mamba": on(GPU, names[4:])}
     assert rig.translator.block_size == 768
+
+
+@pytest.mark.parametrize(
+    ("hashes", "tokens", "places", "num_unresolved"),
+    [
+        ([12], TOKENS, [1], 0),
+        ([14], TOKENS, [3], 0),
+        ([13, 14], TOKENS, [2, 3], 0),
+        ([9, 12, 14], TOKENS, [0, 1, 3], 0),
+        ([9, 11], TOKENS, [0], 1),
+        ([9, 10, 12, 13, 14], TOKENS, [0, 1, 2, 3], 1),
+        ([11, 13, 14], TOKENS[:15], [0], 2),
+    ],
+)
+def test_a_block_of_an_event_that_leaves_some_out_stands_before_the_next_one_that_is_named(
+    hashes: list[int], tokens: list[int], places: list[int], num_unresolved: int
+) -> None:
+    rig = Rig().take(stored(HASHES[:2], TOKENS[:8], **FULL), stored(hashes, tokens, **WINDOW))
+    assert rig.groups["swa:8"] == on(GPU, [NAMES[place] for place in places])
+    assert rig.counters.unresolved_pages == num_unresolved
+    rig.take(removed(hashes, "GPU", group_idx=2))
+    assert rig.groups["swa:8"] == set()
+
+
+def test_an_event_that_leaves_out_blocks_and_states_keys_of_others_names_none() -> None:
+    named = {"extra_keys": [None, ["image"]], **WINDOW}
+    rig = Rig().take(stored(HASHES[:2], TOKENS[:8], **FULL), stored([13, 14], TOKENS, **named))
+    assert (rig.groups["swa:8"], rig.counters.unresolved_pages) == (set(), 2)
+
+
+@pytest.mark.parametrize(("num_pages", "is_named"), [(8192, True), (8193, False)])
+def test_an_event_that_leaves_out_blocks_has_a_bound(num_pages: int, is_named: bool) -> None:
+    tokens = list(range(4 * num_pages))
+    rig = Rig().take(stored(HASHES[:2], TOKENS[:8], **FULL), stored([14], tokens, **WINDOW))
+    assert rig.groups["swa:8"] == (on(GPU, names_of(tokens)[-1:]) if is_named else set())
+    assert rig.counters.unresolved_pages == (not is_named)

@@ -77,6 +77,7 @@ def test_cleared_empties_its_stream_only() -> None:
         envelope("cleared", medium="gpu", backend_id="a"),
     )
     assert rig.pages == on(GPU, NAMES[:1]) | on(CPU, NAMES[:2])
+    assert rig.counters.clears == 1
 
 
 def test_a_page_of_two_owners_stays_until_both_removed_it() -> None:

@@ -179,6 +179,7 @@ def test_what_is_held_and_counted(steps: Steps, counters: dict[str, Any]) -> Non
     for events, pages in steps:
         assert rig.take(*events, form="map").pages == pages
     assert {name: value for name, value in rig.counts().items() if value and name not in _ALWAYS} == counters
+    assert rig.counters.clears == sum(events.count(cleared()) for events, _ in steps)
 
 
 def test_copies_are_not_counted_if_the_registration_says_so() -> None:
