@@ -88,6 +88,18 @@ def test_a_store_that_was_closed_can_still_be_detached(rig, store):
     assert rig.events() == removed(DISK)
 
 
+@rigs("hiradix")
+def test_a_reset_forgets_what_is_being_archived(rig, store):
+    rig.insert(ABCD)
+    rig.run(Lane.WRITE)
+    rig.cache.writing_check()
+    assert len(rig.cache.ongoing_backup) == 1
+    rig.reset()
+    assert (rig.cache.ongoing_backup, rig.cache.archive_tokens_occupied) == ({}, 0)
+    rig.turns(A)
+    assert (rig.cache.ongoing_backup, rig.cache.archive_tokens_occupied) == ({}, 0)
+
+
 # --- a slow or blocked store occupies only a limited part of the host ---
 
 

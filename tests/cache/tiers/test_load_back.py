@@ -60,6 +60,19 @@ def test_a_load_is_a_use(rig):
     assert rig.match([3, 3]).host_hit_length == 2
 
 
+@rigs("himamba")
+def test_a_load_of_a_state_is_a_use_of_the_pages_too(rig):
+    rig.demoted(A)
+    rig.turns([3, 3])
+    match = rig.match(A)
+    rig.match([3, 3])
+    rig.cache.release(rig.load_back(match)[2])
+    rig.settle()
+    rig.end_requests()
+    rig.cache.evict(EvictParams(2))
+    assert [rig.match(key).host_hit_length for key in (A, [3, 3])] == [0, 2]
+
+
 # --- thresholds and quotas ---
 
 
