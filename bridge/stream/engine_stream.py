@@ -258,7 +258,7 @@ class EngineStream:
                 if position == 0 and last is not None:
                     if not self._is_same_incarnation(seq, payload, may_be_new):
                         return False
-                elif position > 0 and seq > sequence.expected and not await self._is_known_hole(seq):
+                elif position > 0 and seq > sequence.expected and not self._is_known_hole(seq):
                     return False  # the engine dropped a part of the answer
                 if seq >= sequence.expected:
                     self.ranks.set_state(is_replaying=True)
@@ -290,12 +290,14 @@ class EngineStream:
             self._drop_missing(seq)
         return True
 
-    async def _is_known_hole(self, seq: int) -> bool:
-        """Whether an answer skipped this batch before. The second time, the engine no longer keeps it: it is lost."""
+    def _is_known_hole(self, seq: int) -> bool:
+        """Whether an answer skipped this batch before. The second time, the engine no longer keeps it: it is lost.
+
+        No batch waits then, because the position is the one that the answer began at.
+        """
         if self._hole_at != self._sequence.expected:
             self._hole_at = self._sequence.expected
             return False
-        await self._apply_waiting()
         self._drop_missing(seq)
         return True
 

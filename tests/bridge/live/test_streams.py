@@ -46,6 +46,12 @@ UNTIL_CLEARED = (
                 {"losses": 1, "lost_batches": 6, "restarts": 0},
             ),
             (
+                "the buffer has a hole",
+                "send 0, show 0, drop 1, lose 2, drop 3 4, send 5, show 3..5, reason lost",
+                {},
+                {"losses": 1, "lost_batches": 1, "restarts": 0},
+            ),
+            (
                 "numbers go back",
                 "send 0..4, show 0..4, epoch, count 0, send 8, show 8, epoch",  # as behind a proxy
                 ALONE,
