@@ -135,6 +135,26 @@ async def test_a_replay_socket_that_never_knows_what_comes_live_is_not_believed_
             await async_wait_until(all_shown, deadline_s=30)
 
 
+@pytest.mark.parametrize("has_batches", [True, False])
+async def test_an_engine_whose_replays_lack_its_last_batch_has_restarted_unless_they_are_empty(
+    has_batches: bool,
+) -> None:
+    with ZmqEngine() as keeper:
+        read = {"replay_endpoint": keeper.replay_endpoint}
+        async with bridged(read=read, settings={"bridge_idle_check_s": 0.1}, replay=False) as (engine, bridge):
+            for number in range(3):
+                engine.send(store(number))
+            await bridge.shows(pages(0, 1, 2))
+            if has_batches:
+                keeper.send(store(7))
+                await bridge.shows(pages(7))
+            else:
+                num_asked = len(keeper.requests)
+                await async_wait_until(lambda: len(keeper.requests) > num_asked + 4)
+            assert bridge.counters()["restarts"] == has_batches
+            assert bridge.view().pages == (pages(7) if has_batches else pages(0, 1, 2))
+
+
 async def test_large_batches_of_a_replay_are_worked_on_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     where: list[tuple[int, str]] = []
     apply_waiting = RankStreams.apply_waiting
