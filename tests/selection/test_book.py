@@ -27,13 +27,14 @@ from tests.support.effort import num_examples
 from tests.support.replica_process import reserved
 
 TTL_S, PREDICT_S = 30.0, 4.0
-WORKERS = ("w1", "w2")
+RANKS = {"w1": None, "second": 1}
+WORKERS = tuple(RANKS)
 PROMPTS = [[1, 2, *range(branch, branch + 4)][:length] for branch in (10, 20) for length in (1, 3, 6)]
 """Two prompts with a common beginning, of three lengths."""
 
 
 def rank(worker: str) -> StreamId:
-    return StreamId("m", "default", worker, 0)
+    return StreamId("m", "default", worker, RANKS.get(worker) or 0)
 
 
 @dataclass
@@ -137,7 +138,8 @@ def arrivals(draw: st.DrawFn) -> list[tuple[float, ReservationRecord]]:
         if kind == 0 and found:
             record = draw(st.sampled_from([record for _, record in found]))
         elif kind <= 2:
-            record = reserved(name, draw(st.sampled_from(WORKERS)), draw(st.sampled_from(PROMPTS)), now - age_s)
+            worker, prompt = draw(st.sampled_from(WORKERS)), draw(st.sampled_from(PROMPTS))
+            record = reserved(name, worker, prompt, now - age_s, dp_rank=RANKS[worker])
         else:
             step = draw(st.sampled_from(STEPS))
             blocks = draw(st.integers(1, 5)) if step == OUTPUT_BLOCK else 0

@@ -1,5 +1,6 @@
 """Each policy against its rule, written again for one candidate at a time."""
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from kv_events.errors import InvalidValueError
 from selection.candidates import Asked, Candidates, Choice, selected
 from selection.kernels.choose import shown_rows
-from selection.policies import POLICIES, WRAPPERS, create_policy
+from selection.policies import POLICIES, WRAPPERS, create_policy, seed_choices
 
 BLOCK = 16
 
@@ -90,8 +91,11 @@ def test_an_urgent_request_would_rather_compute_than_wait() -> None:
 def test_a_temperature_spreads_choices_by_cost() -> None:
     policy, given_candidates = create_policy("overlap-load"), candidates(computed=[160.0, 320.0, 1600.0])
     asked = Asked(160, options={"router_temperature": 0.5})
-    counts = Counter(policy.choose(asked, given_candidates).row for _ in range(2000))
-    assert counts[0] > counts[1] > counts[2] > 0
+    seed_choices(1)
+    counts = Counter(policy.choose(asked, given_candidates).row for _ in range(4000))
+    weights = [math.exp(-(cost - 10) / (0.5 * (100 - 10))) for cost in (10, 20, 100)]
+    expected = [4000 * weight / sum(weights) for weight in weights]
+    assert [counts[row] for row in range(3)] == pytest.approx(expected, abs=150)  # five standard deviations
 
 
 def choose(policy: Any, *costs: float, **asked: Any) -> Choice:
@@ -107,6 +111,14 @@ def test_a_session_stays_until_another_worker_is_twice_as_cheap() -> None:
     assert choose(policy, 160.0, 200.0, session="a").row == 1
     assert choose(policy, 160.0, 200.0).row == 0
     assert choose(policy, 160.0, 200.0, session="a", now=9000.0).row == 0  # forgotten by then
+
+
+def test_the_session_that_was_used_last_the_longest_time_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selection.policies._MAX_SESSIONS", 2)
+    policy = create_policy("session,overlap-load")
+    for session in ("a", "b", "a", "c"):
+        assert choose(policy, 160.0, 320.0, session=session).row == 0
+    assert [choose(policy, 300.0, 160.0, session=session).row for session in ("a", "c", "b")] == [0, 0, 1]
 
 
 def test_a_hard_session_stays_while_its_worker_is_there() -> None:

@@ -68,10 +68,12 @@ class Replica:
         return set(self.book)
 
 
-def reserved(name: str, worker: str, hashes: list[int], at: float, replica: str = "other") -> Reserved:
+def reserved(
+    name: str, worker: str, hashes: list[int], at: float, replica: str = "other", dp_rank: int | None = 0
+) -> Reserved:
     """Return the record of a request that begins."""
     tokens, packed = len(hashes) * BLOCK_SIZE, np.array(hashes, "<u8").tobytes()
-    parts = "m", "default", BLOCK_SIZE, tokens, packed, worker, 0, 0
+    parts = "m", "default", BLOCK_SIZE, tokens, packed, worker, dp_rank, 0
     return Reserved(VERSION, replica, Decision(VERSION, name, at, *parts, ()), tokens)
 
 
