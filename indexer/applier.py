@@ -25,6 +25,7 @@ from kv_events.kernels.batches import TIME
 from kv_events.kernels.bundles import I64Vector, pin
 from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.log.event_log import EventLogWriter
+from kv_events.log.format import RECORD_BYTES
 from kv_events.log.reader import BatchColumns, RecordChunk, decode_chunk
 from kv_events.records import Channel, LogRecord
 from kv_events.runtime.outages import RateLimitedLogger
@@ -78,7 +79,8 @@ class DeadLetters:
         kept = record._replace(
             key=record.key[:_SHOWN], payload=record.payload[:MAX_RECORD_BYTES], channel=Channel.DEAD_LETTERS
         )
-        if self._bytes_left < len(kept.payload):
+        num_bytes = RECORD_BYTES + len(kept.key) + len(kept.payload)
+        if self._bytes_left < num_bytes:
             if not self._is_full:
                 logger.warning("the dead-letter folder is full; further records are only counted")
             self._is_full = True
@@ -89,7 +91,7 @@ class DeadLetters:
         except (KvsightError, OSError) as error:
             logger.warning("a dead letter was not written: %s", error)
         else:
-            self._bytes_left -= len(kept.payload)
+            self._bytes_left -= num_bytes
 
     def close(self) -> None:
         if self._writer is not None:

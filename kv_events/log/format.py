@@ -32,6 +32,8 @@ _CRC = struct.Struct("<I")
 
 HEADER_BYTES = _SEGMENT.size + _CRC.size
 FRAME_BYTES = _FRAME.size + _CRC.size
+RECORD_BYTES = FRAME_BYTES + _BODY.size
+"""Size of a record without its key and payload."""
 MAX_BODY_BYTES = _BODY.size + MAX_KEY_BYTES + MAX_RECORD_BYTES
 
 

@@ -23,6 +23,7 @@ from indexer.sources.base import Source
 from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource
 from indexer.views import LATE_S, View, ViewState
+from kv_events.errors import RecordRejectedError
 from kv_events.log.event_log import EventLogReader
 from kv_events.log.memory import MemoryLog
 from kv_events.records import Channel, LogRecord
@@ -323,6 +324,21 @@ async def test_dead_letters_of_any_size_are_kept_and_never_fatal(
         assert (consumer.failure, consumer.applier.dead_letters.counts) == (None, {reason: 1})
     ((_, kept),) = EventLogReader(tmp_path / "dead").read()
     assert (kept.key, kept.payload, kept.timestamp_ms) == (key[:200], payload[:1_000_000], 5)
+
+
+def test_a_full_folder_of_dead_letters_gets_no_more_also_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("indexer.applier._MAX_FOLDER_BYTES", 500)
+    for begun in range(2):
+        letters = DeadLetters(tmp_path)
+        for offset in range(50):
+            letters.put(LogRecord(0, offset, 5, b"key", b""), RecordRejectedError("msgpack", "empty"))
+        letters.close()
+        assert letters.counts == {"msgpack": 50}
+        assert caplog.messages.count("the dead-letter folder is full; further records are only counted") == begun + 1
+    assert sum(path.stat().st_size for path in segments(tmp_path)) in range(400, 501)
+    assert [kept.offset for _, kept in EventLogReader(tmp_path).read()] == [*range(12)]
 
 
 async def test_an_operators_resync_reaches_a_busy_stream() -> None:
