@@ -215,6 +215,9 @@ async def test_text_is_placed_like_its_tokens_and_by_load_if_the_engine_is_away(
             assert chosen == expected | {"worker_id": "w1"}
             engine.answers[CHATS] = (500, {})
             longer = {**chat, "messages": [*chat["messages"], {"role": "user", "content": "more"}]}
+            for begins, workers in ((chat["messages"], {"w1"}), (chat["messages"][:1], {"w0", "w1"})):
+                bodies = [{**longer, "messages": [*begins, {"role": "user", "content": str(i)}]} for i in range(8)]
+                assert {(await client.post("/select", json=each)).json()["worker_id"] for each in bodies} == workers
             degraded = (await client.post("/select_and_reserve", json=longer)).json()
             assert "status 500" in degraded["degraded"]
             assert (degraded["worker_id"], degraded["isl_tokens"]) == ("w1", 0)  # the worker of its first messages
@@ -340,6 +343,42 @@ async def test_bounds_of_reservations() -> None:
         assert large.status_code == 413
         cold = await post(client, "/select", router_config_override={"router_temperature": 1e-320})
         assert cold["worker_id"] == "w0"
+
+
+@pytest.mark.parametrize(("bound", "value", "num_kept"), [("_MAX_PENDING", 3, 3), ("_MAX_PENDING_PAGES", 25, 2)])
+async def test_choices_that_may_be_reserved_are_bounded(
+    bound: str, value: int, num_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reserved(client: httpx.AsyncClient, names: str) -> list[int]:
+        for name in names:
+            await post(client, "/select", selection_id=name)
+        asked = [{"model_name": "m", "selection_id": name} for name in names]
+        return [(await client.post("/reservations", json=each)).status_code for each in asked]
+
+    monkeypatch.setattr(f"api.selection.reservations.{bound}", value)
+    async with fleet({}) as (client, _):
+        assert await reserved(client, "abcde") == [404] * (5 - num_kept) + [201] * num_kept
+        assert await reserved(client, "fghij") == [404] * (5 - num_kept) + [201] * num_kept
+        again = await client.post("/reservations", json={"model_name": "m", "selection_id": "j"})
+        assert "already used" in check_problem(again, 404)["detail"]
+
+
+@pytest.mark.parametrize(
+    ("hashes", "num_booked"),
+    [([-1, 2**64 - 1], 1), ([-(2**63), 2**63, 5], 2), ([2**64], None), ([1, -(2**63) - 1], None)],
+)
+async def test_hashes_may_have_a_sign(hashes: list[int], num_booked: int | None) -> None:
+    place = {"model_name": "m", "worker_id": "w0", "dp_rank": 0}
+    async with fleet({}) as (client, _):
+        for number, each in enumerate(hashes):
+            body = {**place, "selection_id": str(number), "sequence_hashes": [each]}
+            answer = await client.post("/reservations", json=body)
+            if num_booked is None and number == len(hashes) - 1:
+                assert str(each) in check_problem(answer, 422, "invalid-value", "sequence_hashes[0]")["detail"]
+            else:
+                assert answer.status_code == 201
+        if num_booked is not None:
+            assert (await loads(client))["w0"][2] == num_booked
 
 
 async def test_nobody_is_chosen_before_the_log_is_applied() -> None:
