@@ -88,6 +88,19 @@ def test_a_store_that_was_closed_can_still_be_detached(rig, store):
     assert rig.events() == removed(DISK)
 
 
+@rigs("himamba", "unified+mamba")
+def test_a_state_that_is_backed_up_after_its_pages_is_archived_alone(rig, store):
+    rig.insert(AB)
+    rig.match(A)
+    rig.settle()
+    assert store.keys_of(PoolName.MAMBA) == page_hashes(AB)[-1:]
+    num_pages = len(store.keys_of(PoolName.KV))
+    rig.insert(A)
+    rig.settle()
+    assert sorted(store.keys_of(PoolName.MAMBA)) == sorted(page_hashes(AB))
+    assert len(store.keys_of(PoolName.KV)) == num_pages
+
+
 @rigs("hiradix")
 def test_a_reset_forgets_what_is_being_archived(rig, store):
     rig.insert(ABCD)

@@ -93,6 +93,18 @@ def test_without_a_pool_of_states_a_running_request_shares_another_slot(rig, req
     rig.reset()  # nothing was copied, so the content of the state is undefined
 
 
+@rigs("mamba", "himamba", "unified+mamba", slots=8)
+def test_a_running_request_gives_back_the_copy_of_a_state_that_the_tree_has(rig, requests):
+    first, second = started(requests, ABC), started(requests, ABC)
+    requests.share(first)
+    free = rig.slots.available_size()
+    requests.share(second)
+    assert (rig.slots.available_size(), rig.ends("mamba")) == (free, {tuple(ABC)})
+    requests.end(first)
+    requests.end(second)
+    rig.check()
+
+
 # --- requests start from a copy of a state ---
 
 
