@@ -116,6 +116,8 @@ def check_component(
     for node, data in zip(nodes, held, strict=True):
         what = f"node {node.id}, {component.pool.value}: what is copied to the host is locked there"
         require(data.pending_id is None or data.host_lock_ref > 0, True, what)
+        what = f"node {node.id}, {component.pool.value}: what is locked is of a locked node"
+        require(data.lock_ref == 0 or node.lock_ref > 0, True, what)
     owned = request_slots
     if isinstance(component, SWAComponent):
         _check_mapping(component, nodes)

@@ -73,6 +73,19 @@ def test_a_load_of_a_state_is_a_use_of_the_pages_too(rig):
     assert [rig.match(key).host_hit_length for key in (A, [3, 3])] == [0, 2]
 
 
+@rigs("unified+swa", "unified+mamba+swa", slots=8)
+def test_a_window_that_is_partly_on_the_device_is_free_again_after_the_load(rig):
+    rig.demoted(A, AB, ABC)
+    for tokens in (AB, ABC):
+        rig.load(tokens)
+        rig.settle()
+    rig.end_requests()
+    rig.check()
+    assert rig.has(ABC, "swa")[0]
+    rig.cache.evict(EVERYTHING)
+    assert [rig.has(tokens, "swa")[0] for tokens in (A, AB, ABC)] == [False] * 3
+
+
 # --- thresholds and quotas ---
 
 
