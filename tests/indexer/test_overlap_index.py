@@ -1,5 +1,6 @@
 """The index against a model of sets, under any order of stores, removals, sweeps, duplicates and unknown parents."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -305,6 +306,20 @@ def test_an_image_whose_pages_are_held_by_an_unknown_stream_is_refused(holder: i
     sets[-1, min(holder // 64, width - 1)] |= np.uint64(1 << holder % 64)
     with pytest.raises(InvalidValueError, match=r"image\.(sets|digests)"):
         OverlapIndex(max_pages=1000).restore(image._replace(sets=[sets]))
+
+
+@pytest.mark.parametrize(
+    ("column", "change"),
+    [("holders", lambda holders: holders + 1), ("parents", lambda parents: parents[:-1])],
+)
+def test_an_image_with_wrong_columns_is_refused(column: str, change: Callable[[Any], Any]) -> None:
+    index = OverlapIndex(max_pages=1000)
+    index.store(index.add_stream(), stored_pages([1, 2], 0), 0, 2)
+    image = run_at_once(index.image())
+    wrong = [change(np.concatenate(getattr(image, column)))]
+    whole = {name: [np.concatenate(getattr(image, name))] for name in ("hashes", "parents", "holders")}
+    with pytest.raises(InvalidValueError, match="image"):
+        OverlapIndex(max_pages=1000).restore(image._replace(**(whole | {column: wrong})))
 
 
 def test_an_image_that_does_not_fit_is_refused() -> None:
