@@ -88,6 +88,19 @@ def test_many_stale_streams_are_asked_one_after_another() -> None:
     assert 12 <= len(asked) == len(set(asked)) <= 30
 
 
+def test_each_request_of_an_operator_is_sent_once_and_at_the_same_rate() -> None:
+    views = Views(resync_rate_per_s=10.0)
+    streams = [Stream(f"w{number}") for number in range(30)]
+    for stream in streams:
+        views.read_now(stream.resync())
+        views.planner.demand(views.view(stream))
+    first = views.planned_within(1)
+    assert 8 <= len(first) <= 22
+    asked = first + views.planned_within(3)
+    assert sorted(asked) == sorted(stream.id.key for stream in streams)
+    assert views.planner.requested["operator"] == 30
+
+
 def test_views_that_do_not_fit_are_not_asked_for() -> None:
     views, stream = Views(max_pages=10), Stream()
     views.read_now(stream.batch(stored((0, list(range(1, 21))))))

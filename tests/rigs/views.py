@@ -28,7 +28,7 @@ class Views:
         self.freshness = Freshness(self.settings.worker_ttl_s, now)
         freshness = self.freshness if follows_silence else None
         self.applier = Applier(Namespaces(self.settings), DeadLetters(), freshness, tenants)
-        self._planner = ResyncPlanner(self.settings, self.freshness, seed=1)
+        self.planner = ResyncPlanner(self.settings, self.freshness, seed=1)
 
     def read(self, *records: LogRecord, at: float | None = None, tick: float | None = None) -> None:
         """Apply records. at, tick: as for `Applier.apply`; default: the records' own time."""
@@ -58,7 +58,7 @@ class Views:
 
     def planned(self) -> list[ResyncRequest]:
         """Return the requests that are due now."""
-        return self._planner.plan(self.applier.namespaces, self.now)
+        return self.planner.plan(self.applier.namespaces, self.now)
 
     def planned_within(self, seconds: float) -> list[str]:
         """Return the streams that are asked during this time."""
