@@ -1,5 +1,7 @@
 """The order of batches, the incarnations that sent them, and connections that a subscriber reports."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import zmq
@@ -12,7 +14,7 @@ from bridge.settings import EngineDefaults
 from bridge.shared_sink import SharedSink
 from bridge.stream.engine_stream import EngineStream
 from bridge.stream.rank_streams import RankStreams
-from bridge.stream.sequence_check import BatchOrder, SequenceCheck
+from bridge.stream.sequence_check import BatchOrder, RestartLimit, SequenceCheck
 from bridge.stream.subscriber import Connections
 from kv_events.log.memory import MemoryLog
 from kv_events.schema import ENGINE_UNHEARD
@@ -157,3 +159,22 @@ def test_a_message_shows_which_connection_shook_hands() -> None:
     assert connections
     assert not connections.note_message(6)
     assert not connections.note_message(-1)
+
+
+def test_ten_restarts_within_ten_seconds_are_too_many_for_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("bridge.stream.sequence_check.time", SimpleNamespace(monotonic=lambda: now))
+    limit = RestartLimit()
+    for _ in range(40):
+        now += 1.2
+        assert not limit.restarted()
+    now += 10
+    for _ in range(2):
+        for number in range(10):
+            assert not limit.is_exceeded()
+            now += 1
+            assert limit.restarted() == (number == 9)
+        now += 29.9
+        assert limit.is_exceeded()
+        now += 0.1
+    assert not limit.is_exceeded()
