@@ -42,6 +42,17 @@ def test_each_policy_has_its_order(policy):
     assert order == ORDERS[policy]
 
 
+@rigs("hiradix", page_size=1, eviction_policy="mru")
+def test_a_match_counts_as_a_use_of_leaves_on_the_host(rig):
+    """Under `mru`, the node that was just matched is evicted first, although it was older when it was queued."""
+    rig.demoted([0], [1], [2], [3])
+    assert rig.cache.evict_host(1) == 1
+    rig.match([1])
+    rig.check()
+    assert rig.cache.evict_host(1) == 1
+    assert [rig.match([token]).host_hit_length for token in range(4)] == [1, 0, 1, 0]
+
+
 def test_an_unknown_policy_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"'random'.*lru, lfu, fifo, mru, filo, priority, slru"):
         find_policy("random")
