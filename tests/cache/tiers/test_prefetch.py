@@ -44,6 +44,17 @@ def test_fetched_pages_are_reported_before_any_request_uses_them_and_load_back_e
     rig.end_requests()
 
 
+@rigs("hiradix", "unified", **SIZES)
+def test_a_node_that_came_to_the_host_concurrently_is_no_leaf_once_pages_are_fetched_below_it(rig, store):
+    rig.prefetch(ABCD)
+    rig.run(Lane.PREFETCH)
+    rig.demoted(A)
+    assert rig.fetched() == 6
+    rig.check()
+    assert rig.cache.evict_host(6) == 6
+    assert rig.match(ABCD).host_hit_length == 2
+
+
 @rigs("hiradix")
 def test_pages_that_came_concurrently_are_freed_or_adopted(rig, store):
     rig.prefetch(ABCD)
