@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.namespaces import Namespaces
-from indexer.scores import WorkerScore, score_all
+from indexer.scores import StreamReuse, WorkerScore, score_all, stream_reuse
 from indexer.slices import run_at_once
 from indexer.snapshots import image
+from indexer.views import View, ViewState
 from kv_events.hashing import U64Array
 from kv_events.schema import CLOSED, NUM_MEDIA, WireEvent
 from kv_events.streams import StreamId
@@ -37,7 +38,22 @@ class GroupViews(Views):
         return {score.worker: score for score in found}
 
     def reusable(self, prompt: U64Array = PROMPT) -> dict[str, int]:
-        return {worker: score.longest_matched for worker, score in self.scores(prompt).items()}
+        found = {worker: score.longest_matched for worker, score in self.scores(prompt).items()}
+        for view, alone in self.explained(prompt):
+            assert alone.lengths[-1] * view.block_size == found.get(view.stream.worker, 0)
+        return found
+
+    def explained(self, prompt: U64Array = PROMPT) -> list[tuple[View, StreamReuse]]:
+        """What `explain` says of each stream that has not expired."""
+        return [
+            (view, stream_reuse(namespace, view, prompt, self.freshness, None))
+            for namespace in self.applier.namespaces.find("m", "default")
+            for view in namespace.by_rank.values()
+            if self.freshness.state(view) is not ViewState.EXPIRED
+        ]
+
+    def expired_groups(self) -> dict[str, set[str]]:
+        return {view.stream.worker: set(found.expired) for view, found in self.explained()}
 
 
 @pytest.fixture
@@ -65,6 +81,7 @@ def test_a_group_stream_that_was_closed_no_longer_counts(views: GroupViews) -> N
     assert views.reusable() == {"w0": 4}
     views.send(states, degraded_reason=CLOSED)
     assert views.reusable() == {"w0": 8}
+    assert views.expired_groups() == {"w0": set()}
 
 
 def test_an_expired_group_stream_holds_nothing_unless_it_is_of_an_earlier_life(views: GroupViews) -> None:
@@ -80,6 +97,7 @@ def test_an_expired_group_stream_holds_nothing_unless_it_is_of_an_earlier_life(v
     views.read_now(mamba("reborn").batch(removed([2]), now=views.now))
     views.wait(6)
     assert views.reusable() == {"fresh": 4, "reborn": 8}
+    assert views.expired_groups() == {"gone": {"mamba"}, "fresh": set(), "reborn": set()}
 
 
 def test_groups_that_disagree_at_every_page_cost_little_and_give_no_score(views: GroupViews) -> None:
