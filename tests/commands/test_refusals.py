@@ -36,6 +36,8 @@ OPTIONS = [
     ("bridge --engine worker=w,model=m,endpoint=nowhere", "endpoint: got 'nowhere'"),
     ("bridge --engine worker=w,model=m,endpoint=tcp://h:1", "exactly one of them"),
     ("demo --cache best", "himamba"),
+    ("demo --prompt --model ", "--model: got '', expected"),
+    ("demo --prompt --block-size 0", "--block-size: got 0, expected an integer in 1 .. 65536"),
     ("simulate --cache best", "himamba"),
     ("simulate --trace a --requests 3", PAIRS("--trace", "--requests")),
     ("simulate --kafka a:1 --record b", PAIRS("--kafka", "--record")),
