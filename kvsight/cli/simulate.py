@@ -98,6 +98,8 @@ def simulate(
         event_log_dir=record,
     )
     policies = list(dict.fromkeys(policy or POLICIES))
+    if record is not None:
+        check_new_log(record)
     for name in policies:
         create_policy(name, seed)
         if record is not None:

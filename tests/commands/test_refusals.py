@@ -47,6 +47,7 @@ OPTIONS = [
     ("simulate --itl-slo 0", "--itl-slo: got 0.0, expected more than 0"),
     ("simulate --policy best", "--policy: got 'best', expected one of random, round-robin, overlap-load"),
     ("simulate --policy lmetric --record DIR/recorded", "recorded/lmetric: there is a log already; give a new folder"),
+    ("simulate --policy lmetric --record LOG", "run.log: there is a log already; give a new folder"),
     ("simulate --trace DIR/no.jsonl", "no.jsonl"),
     ("simulate --trace DIR/bad.jsonl", "line 2"),
     ("doctor --prompt 1", "--prompt needs --engine"),
