@@ -131,6 +131,7 @@ OPTIONS = [
     (f"replay {LIVE} --at 1 --to 0", "--to 0 is before the start of the log"),
     (f"replay {LIVE} --at @5", "--at @5 is before the start of the log"),
     ("replay LOG --diff http://localhost:1 --to 2", "no other moment than now"),
+    ("replay LOG --diff http://127.0.0.1:9", "refused: start `kvsight serve`, or set --diff to its address"),
     (f"replay {LIVE} --serve", "give either --serve or --diff"),
     ("replay --serve", "give the folder of an event log"),
     ("replay LOG --serve --json", "give either --serve or --json, not both"),

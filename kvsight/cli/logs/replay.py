@@ -21,6 +21,7 @@ from kvsight.cli.shared.console import (
     UsageError,
     at_most_one,
     err,
+    next_step,
     out,
     print_json,
     print_lines,
@@ -32,6 +33,7 @@ from kvsight.cli.shared.process import allow_open_files, keep_freed_memory, load
 from kvsight.cli.shared.prompts import decode_query, read_json_object
 from kvsight.cli.shared.streams import MEDIA, StreamRow, streams_lines
 from kvsight.cli.shared.tables import Column, table_lines
+from kvsight.errors import KvsightConnectionError
 from kvsight.extras import require
 
 if TYPE_CHECKING:
@@ -273,8 +275,11 @@ def _of_service(url: str, api_token: str | None) -> Holdings:
     from analysis.diff import holdings_of_dump
     from kvsight.client import Client
 
-    with Client(url, token=api_token) as client:
-        dump = client.dump()
+    try:
+        with Client(url, token=api_token) as client:
+            dump = client.dump()
+    except KvsightConnectionError as error:
+        raise UsageError(f"{error}{next_step(error, '--diff')}") from error
     err.print(f"{url}: views as of now")
     return holdings_of_dump(dump)
 
