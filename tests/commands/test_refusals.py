@@ -138,6 +138,7 @@ OPTIONS = [
     ("replay LOG --serve --at 9", "--at 9 is behind the end of the log, whose moments are 1 to "),
     ("replay LOG --serve --at soon", "--at: got 'soon', expected a time"),
     ("replay DIR/none --serve", "no such folder"),
+    *((f"{words}PROMPT", "prompt.json: a file, not a folder") for words in ("replay ", "log info ", "tail --log ")),
     (f"replay {LIVE} --query prompt.json", "give either --diff or --query"),
     ("replay LOG --diff /nowhere", "/nowhere: no such folder"),
     ("explain LOG --prompt PROMPT --at @1", "is before the start of the log"),

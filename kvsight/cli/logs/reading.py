@@ -13,7 +13,7 @@ import typer
 from rich.progress import Progress
 
 from kv_events.log.event_log import EventLogCorruptedError, EventLogError
-from kv_events.log.format import list_segments
+from kv_events.log.format import check_folder, list_segments
 from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.records import LogRecord
 from kv_events.runtime.words import count, local_time
@@ -64,8 +64,7 @@ class LogInput:
     """What is unknown although nothing is damaged."""
 
     def __post_init__(self) -> None:
-        if not self.folder.is_dir():
-            raise EventLogError(f"{self.folder}: no such folder")
+        check_folder(self.folder)
         if not list_segments(self.folder):
             raise EventLogError(f"{self.folder}: not an event log: it has no files *.kvlog")
         self.extent = LogExtent(str(self.folder))
