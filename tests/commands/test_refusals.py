@@ -138,6 +138,7 @@ OPTIONS = [
     ("replay LOG --serve --at 9", "--at 9 is behind the end of the log, whose moments are 1 to "),
     ("replay LOG --serve --at soon", "--at: got 'soon', expected a time"),
     ("replay DIR/none --serve", "no such folder"),
+    *((f"{words}DIR/unread", "00.kvlog: Is a directory\n") for words in ("replay ", "tail --log ")),
     *((f"{words}PROMPT", "prompt.json: a file, not a folder") for words in ("replay ", "log info ", "tail --log ")),
     (f"replay {LIVE} --query prompt.json", "give either --diff or --query"),
     ("replay LOG --diff /nowhere", "/nowhere: no such folder"),
@@ -211,6 +212,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sound = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n'
     (folder / "bad.jsonl").write_text(sound + '{"timestamp": -1}\n')
     (folder / "empty").mkdir()
+    (folder / "unread" / f"{0:020}.kvlog").mkdir(parents=True)
     (folder / "recorded").mkdir()
     (folder / "recorded" / "lmetric").symlink_to(folder / "run.log")
     return folder
