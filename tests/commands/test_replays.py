@@ -218,6 +218,22 @@ def test_the_sound_part_of_a_damaged_log_is_replayed_and_explained(tmp_path: Pat
     assert "after 19 records" in replayed.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("replay LOG", "replay LOG --json", "replay LOG --diff LOG", "explain LOG --prompt -", "log info LOG"),
+        *("tail --log LOG --from 0", "log export LOG --parquet new"),
+    ],
+)
+def test_a_log_of_which_nothing_can_be_read_is_damaged_and_not_empty(words: str, tmp_path: Path) -> None:
+    segment = tmp_path / f"{0:020}.kvlog"
+    segment.write_bytes(b"noise" * 1000)
+    done = invoke(*words.replace("LOG", str(tmp_path)).split(), stdin='{"model_name": "m", "token_ids": [1]}')
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"damaged: {segment}: ")
+    assert "the log is empty" not in invoke("audit", tmp_path).stdout
+
+
 def test_key_frames_of_other_settings_are_a_warning_or_damage_if_the_log_begins_late(
     segmented: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

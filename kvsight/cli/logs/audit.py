@@ -107,7 +107,8 @@ def _span_lines(report: AuditReport) -> Iterator[str]:
     first, last = local_time(report.first_time), local_time(report.last_time)
     size = f"{count(report.records, 'record')}, {report.bytes:,} bytes"
     of_streams = f"{report.log}: {size} of {count(len(report.streams), 'stream')}"
-    yield f"{of_streams}, {first} to {last}" if report.records else f"{of_streams}: the log is empty"
+    times = f", {first} to {last}" if report.records else ""
+    yield of_streams + (times if report.records or report.damage else ": the log is empty")
     rates = report.rates
     if report.records:
         peak = ""

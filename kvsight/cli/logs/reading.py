@@ -94,7 +94,10 @@ class LogInput:
             yield from chunk.records()
 
     def views_at(self, moment: LogMoment) -> tuple[Replay, LogExtent]:
-        """The views at a moment, and the extent of the log. Damage and warnings are noted. Raises OSError."""
+        """The views at a moment, and the extent of the log. Damage and warnings are noted.
+
+        Ends with exit code 1 if nothing of the log can be read. Raises OSError.
+        """
         from indexer.replay import Timeline
 
         self.write_missing_frames()
@@ -107,6 +110,8 @@ class LogInput:
                 extent.offsets = timeline.offsets()
         self.damage, self.faults, self.warnings = timeline.damage, timeline.faults, timeline.warnings
         self.find_torn_tail()
+        if not extent.num_records:
+            self.exit_if_damaged()
         return views, extent
 
     def book_at(self, moment: LogMoment, views: Replay, flags: Mapping[str, Any]) -> Book | None:
@@ -153,16 +158,18 @@ class LogInput:
         return [*map(str, self.damage), *self.faults, *([str(self.tail)] if self.tail else [])]
 
     def fail_outside(self, what: str) -> NoReturn:
-        """End because a range has no record. Raises UsageError with the extent of the log."""
+        """End because a range has no record, or because none can be read. Raises UsageError with the log's extent."""
         extent = self.extent
+        if not extent.num_records:
+            self.exit_if_damaged()
         indices = f", indices {extent.first_index} to {extent.next_index - 1}" if extent.num_records else ""
         raise UsageError(f"{what} is outside the log: {extent_text(extent)}{indices}")
 
 
 def extent_text(extent: LogExtent) -> str:
     """The number and the times of the records of a log."""
-    times = f"{local_time(extent.first_ms / 1000)} to {local_time(extent.last_ms / 1000)}"
-    return f"{extent.name} has {count(extent.num_records, 'record')}, {times}"
+    times = f", {local_time(extent.first_ms / 1000)} to {local_time(extent.last_ms / 1000)}"
+    return f"{extent.name} has {count(extent.num_records, 'record')}{times if extent.num_records else ''}"
 
 
 def moment_fault(extent: LogExtent, moment: LogMoment, flag: str = "--at") -> str:
