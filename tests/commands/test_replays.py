@@ -125,6 +125,15 @@ def changing(tmp_path: Path) -> Path:
     return write_log(tmp_path / "run.log", records)
 
 
+def test_the_records_of_a_slice_are_its_own(log: Path, tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    assert invoke("log", "slice", log, part, "--from", 1, "--to", 3).exit_code == 0
+    query = json.dumps({"model_name": "m", "token_ids": TOKENS})
+    for words in (("replay", part), ("explain", part, "--prompt", "-"), ("replay", part, "--diff", log)):
+        assert ", after 2 records" in invoke(*words, stdin=query).stderr
+    assert ", after 1 record\n" in invoke("replay", part, "--at", 1).stderr
+
+
 def test_two_moments_of_a_log_differ_by_pages_gained_lost_and_moved(changing: Path) -> None:
     found = {each["worker"]: each for each in printed("replay", changing, "--at", 2, "--diff", changing)}
     figures = {"before": 3, "after": 4, "gained": 2, "lost": 1, "moved": 1}

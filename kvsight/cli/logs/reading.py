@@ -114,6 +114,13 @@ class LogInput:
             self.exit_if_damaged()
         return views, extent
 
+    def num_applied(self, views: Replay) -> int:
+        """Records of this log in views of `views_at`. Views of a key frame count those before its beginning, too."""
+        from indexer.replay import open_beginning
+        from indexer.settings import IndexerSettings
+
+        return views.applier.records - open_beginning(self.folder, IndexerSettings()).views.applier.records
+
     def book_at(self, moment: LogMoment, views: Replay, flags: Mapping[str, Any]) -> Book | None:
         """What was reserved at a moment, None if the log knows of no reservation. views: of `views_at`. flags: BOOK.
 
@@ -261,6 +268,10 @@ class TopicInput:
         from indexer.replay import Replay
 
         return Replay().apply_all(self.records(), moment), self.extent
+
+    def num_applied(self, views: Replay) -> int:
+        """Records of the topic in views of `views_at`."""
+        return views.applier.records
 
     def book_at(self, moment: LogMoment, views: Replay, flags: Mapping[str, Any]) -> None:
         """Return None: what is reserved is in another topic."""

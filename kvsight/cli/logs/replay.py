@@ -108,7 +108,7 @@ def replay(
         print_result(list(_views(replayed, book)), streams_lines(_rows(replayed, book), out.width), as_json=as_json)
     else:
         _show_answer(body, *asked, replayed, as_json)
-    err.print(f"{extent_text(extent)}\n{_used(moment, replayed)}")
+    err.print(f"{extent_text(extent)}\n{_used(moment, replayed.now, source.num_applied(replayed))}")
     if fault:
         err.print(f"warning: {fault}")
         raise typer.Exit(EXIT_USAGE)
@@ -155,10 +155,10 @@ def _serve(folder: Path, at: str | None, **flags: Any) -> None:
     run_server(app, settings, bound)
 
 
-def _used(moment: LogMoment, replayed: Replay) -> str:
+def _used(moment: LogMoment, now: float, num_records: int) -> str:
     zone = " (the local zone)" if moment.is_naive else ""
     asked = "" if moment.time_s is None else f"; asked for {local_time(moment.time_s)}{zone}"
-    return f"views as of {local_time(replayed.now)}, after {count(replayed.applier.records, 'record')}{asked}"
+    return f"views as of {local_time(now)}, after {count(num_records, 'record')}{asked}"
 
 
 def _show_answer(
@@ -267,7 +267,7 @@ def _of_log(source: LogInput, moment: LogMoment, flag: str) -> Holdings:
         raise UsageError(fault)
     if not views.applier.records:
         raise UsageError(_no_batch(extent, moment, flag))
-    err.print(f"{source.folder}: views as of {local_time(views.now)}, after {count(views.applier.records, 'record')}")
+    err.print(f"{source.folder}: {_used(LogMoment(), views.now, source.num_applied(views))}")
     return holdings_of(views)
 
 
