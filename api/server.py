@@ -57,8 +57,7 @@ def listen(settings: ApiSettings) -> socket.socket:
             (settings.host, settings.port), family=family, backlog=_BACKLOG, reuse_port=settings.reuse_port
         )
     except OSError as error:
-        reason = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-        raise CannotListenError(f"cannot listen on {settings.host} port {settings.port}: {reason}") from None
+        raise CannotListenError(settings.host, settings.port, error) from None
 
 
 def url_of(bound: socket.socket, settings: ApiSettings) -> str:
@@ -189,6 +188,10 @@ def _most_connections(settings: ApiSettings) -> int:
 
 class CannotListenError(KvsightError):
     """The server cannot listen on its address."""
+
+    def __init__(self, host: str, port: int, error: OSError) -> None:
+        reason = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        super().__init__(f"cannot listen on {host} port {port}: {reason}")
 
 
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]

@@ -52,6 +52,12 @@ class RecordRejectedError(KvsightError):
         self.detail = detail
 
 
+def os_error_text(error: OSError) -> str:
+    """The file, if there is one, and the cause, without the number of the error."""
+    where = f"{error.filename}: " if error.filename is not None else ""
+    return f"{where}{error.strerror or error}"
+
+
 def check_type(field: str, value: object, kind: type | UnionType) -> None:
     """Raise InvalidValueError unless an argument of a public constructor or function is an instance of `kind`."""
     if not isinstance(value, kind):

@@ -1,5 +1,6 @@
 """The results of a run."""
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
@@ -63,7 +64,7 @@ class Latency:
     """How long requests took, in simulated time."""
 
     requests_per_s: float
-    """Requests over the time in which they arrived."""
+    """Requests over the time in which they arrived. NaN if all arrived at once."""
     goodput_per_s: float
     """Of these, requests that met both objectives."""
     ttft_p50_s: float
@@ -77,7 +78,8 @@ class Latency:
     def of(cls, ended: list[Ended], gaps: list[tuple[Seconds, int]], ttft_slo_s: float, itl_slo_s: float) -> Self:
         """Return the summary. ended: at least one. gaps: times between tokens, and how often each of them occurred."""
         arrivals, ttft, mean_itl = np.array(ended).T
-        span_s = max(float(np.ptp(arrivals)), 1e-9)
+        span_s = float(np.ptp(arrivals))
+        span_s = span_s if span_s > 1e-9 else math.nan
         num_good = int(((ttft <= ttft_slo_s) & (mean_itl <= itl_slo_s)).sum())
         times = np.concatenate([np.zeros(0), *(steps for steps, _ in gaps)])
         weights = np.repeat([number for _, number in gaps], [len(steps) for steps, _ in gaps])

@@ -114,7 +114,8 @@ class Rates(msgspec.Struct, kw_only=True):
 
     pages_per_s: float = 0.0
     peak_pages_per_s: int = 0
-    peak_time: float = 0.0
+    peak_time: float | None = None
+    """None: no page was stored or removed."""
     records_per_s: float = 0.0
     bytes_per_s: float = 0.0
 

@@ -146,7 +146,7 @@ class StreamAudit:
         return Rates(
             pages_per_s=self._num_pages / seconds,
             peak_pages_per_s=peak,
-            peak_time=float(peak_at),
+            peak_time=float(peak_at) if peak else None,
             records_per_s=report.records / seconds,
             bytes_per_s=report.bytes / seconds,
         )

@@ -37,6 +37,7 @@ def explain(
 
     Raises NothingToExplainError, and what `records` raises.
     """
+    num_before = 0 if views is None else views.applier.records
     tracer = PromptTracer(prompt, views)
     tracer.follow(records, until)
     for chunk in decisions:
@@ -51,7 +52,7 @@ def explain(
         model_name=prompt.query.model,
         routing_group=prompt.query.tenant,
         time=tracer.replay.now,
-        records=tracer.replay.applier.records,
+        records=tracer.replay.applier.records - num_before,
         num_tokens=None if prompt.tokens is None else len(prompt.tokens),
         workers=workers,
     )

@@ -11,8 +11,7 @@ from indexer.replay import frames
 from indexer.replay.replay import Replay
 from indexer.settings import IndexerSettings
 from kv_events.codec import DecodedBatch, batch_or_none
-from kv_events.log.event_log import EventLogError
-from kv_events.log.format import EventLogCorruptedError, list_segments
+from kv_events.log.format import EventLogCorruptedError, check_folder, list_segments
 from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.log.reader import RecordChunk
 from kv_events.log.time_index import TimeIndex
@@ -48,8 +47,7 @@ class Timeline(TimeIndex):
         """settings: bounds and time-to-live of the views; default: from `KVSIGHT_*` variables. Raises EventLogError if
         there is no such folder, or OSError.
         """
-        if not folder.is_dir():
-            raise EventLogError(f"{folder}: no such folder")
+        check_folder(folder)
         self._settings = settings or IndexerSettings()
         self._damage: dict[tuple[Path, int], EventLogCorruptedError] = {}
         self._frame_faults: dict[Path, str] = {}

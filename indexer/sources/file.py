@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from indexer.sources.base import SourceUnavailableError
+from kv_events.errors import os_error_text
 from kv_events.log.event_log import EventLogCorruptedError, EventLogError, EventLogReader
 from kv_events.log.memory import LogTruncatedError
 from kv_events.records import LogRecord
@@ -32,7 +33,7 @@ class FileSource:
             self._reader = EventLogReader(self._folder)
             oldest, end = self._reader.first_index, self._reader.next_index
         except (EventLogError, OSError) as error:
-            raise SourceUnavailableError(str(error)) from error
+            raise _unavailable(error) from error
         wanted = positions.get(0, 0)
         self._next = wanted if oldest <= wanted <= end else oldest
         return {0: self._next}
@@ -53,7 +54,7 @@ class FileSource:
         except EventLogCorruptedError:
             return {0: self._next}
         except (EventLogError, OSError) as error:
-            raise SourceUnavailableError(str(error)) from error
+            raise _unavailable(error) from error
 
     async def request(self, request: ResyncRequest) -> None:
         """Do nothing: a file has no channel back to its publishers."""
@@ -73,7 +74,7 @@ class FileSource:
         except EventLogCorruptedError as error:
             self._skip_damage(error, len(records))
         except (EventLogError, OSError) as error:
-            raise SourceUnavailableError(str(error)) from error
+            raise _unavailable(error) from error
         if records:
             self._next = max(self._next, records[-1].offset + 1)
         return records
@@ -85,3 +86,7 @@ class FileSource:
         if error.resume is not None:
             logger.warning("going on at record %d: %s", error.resume.record_index, error)
             self._next = error.resume.record_index
+
+
+def _unavailable(error: EventLogError | OSError) -> SourceUnavailableError:
+    return SourceUnavailableError(os_error_text(error) if isinstance(error, OSError) else str(error))

@@ -131,7 +131,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     """Time of the newest record that was applied, in seconds since 1970."""
     records: int
-    """Records that were applied."""
+    """Records of the log that were applied."""
     num_tokens: int | None = None
     """None: the prompt was given as hashes."""
     workers: list[WorkerExplanation]

@@ -222,8 +222,7 @@ class EventLogReader:
 
     def __init__(self, folder: Path) -> None:
         """Raises EventLogError if the folder does not exist. An empty folder is an empty log."""
-        if not folder.is_dir():
-            raise EventLogError(f"{folder}: no such folder")
+        layout.check_folder(folder)
         self._folder = folder
         self._last: RecordChunk | None = None  # with the last record that was read
         self._next_index = 0  # after that record

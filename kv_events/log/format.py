@@ -41,6 +41,12 @@ class EventLogError(KvsightError):
     """An event log cannot be used. Names the path and the cause."""
 
 
+def check_folder(folder: Path) -> None:
+    """Raise EventLogError unless there is such a folder."""
+    if not folder.is_dir():
+        raise EventLogError(f"{folder}: {'a file, not a folder' if folder.exists() else 'no such folder'}")
+
+
 class Resume(NamedTuple):
     """The first sound record after damage."""
 

@@ -84,16 +84,18 @@ def demo(
 
     Example: kvsight demo --prompt | kvsight query -
     """
+    from publisher import PublisherSettings
+
     if prompt:
         from simulation.workload import demo_prompt
 
+        checked = {name: flags[name] for name in ("model", "block_size")}
+        PublisherSettings.ignoring_environment(worker=worker or "any", **checked)
         typer.echo(msgspec.json.encode({"model_name": flags["model"], "token_ids": demo_prompt().tolist()}))
         return
     if worker is not None:
         if flags["kafka"] is None:
             raise UsageError("--engine needs --kafka HOST:PORT")
-        from publisher import PublisherSettings
-
         own = PublisherSettings.from_flags(worker=worker, **flags)
         load_kernels()
         asyncio.run(_run_engine(own, capacity_tokens, rate, seed))

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from kv_events.errors import KvsightError
+from kv_events.errors import KvsightError, os_error_text
 from kv_events.runtime.variables import check_variables
 from kvsight.cli import bridge, demo, query, register, route, serve, simulate, top
 from kvsight.cli.app import App, print_versions
@@ -95,8 +95,7 @@ def run() -> None:
         _fail(f"kvsight: {error}")
     except OSError as error:
         # for example a path in an option or a variable
-        where = f"{error.filename}: " if error.filename is not None else ""
-        _fail(f"kvsight: {where}{error.strerror or error}")
+        _fail(f"kvsight: {os_error_text(error)}")
 
 
 def _fail(line: str) -> NoReturn:

@@ -72,7 +72,9 @@ def route(
             err.print(f"kvsight routes on http://{host}:{runner.addresses[0][1]}")
             await stop.wait()
         except OSError as error:
-            raise OSError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+            from api.server import CannotListenError
+
+            raise CannotListenError(host, port, error) from None
         finally:
             await runner.cleanup()
 

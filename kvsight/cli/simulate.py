@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -98,6 +99,8 @@ def simulate(
         event_log_dir=record,
     )
     policies = list(dict.fromkeys(policy or POLICIES))
+    if record is not None:
+        check_new_log(record)
     for name in policies:
         create_policy(name, seed)
         if record is not None:
@@ -139,8 +142,9 @@ def report_lines(reports: Sequence[PolicyReport]) -> Iterator[str]:
 
 def _time_columns(times: Sequence[tuple[str, Latency]]) -> Iterator[Column]:
     def pairs(title: str, scale: float, form: str, names: tuple[str, ...]) -> Column:
-        values = [[format(getattr(each, name) * scale, form) for name in names] for _, each in times]
-        return Column(title, ["/".join(each) for each in values], is_number=True)
+        values = [[getattr(each, name) * scale for name in names] for _, each in times]
+        texts = [["-" if math.isnan(value) else format(value, form) for value in each] for each in values]
+        return Column(title, ["/".join(each) for each in texts], is_number=True)
 
     yield Column("\npolicy", [name for name, _ in times])
     yield pairs("TTFT ms\np50/p99", 1e3, ",.0f", ("ttft_p50_s", "ttft_p99_s"))

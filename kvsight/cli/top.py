@@ -42,6 +42,7 @@ _LEVELS = {"ok": "green", "warning": "yellow", "trouble": "bold red"}
 """Level of the verdict -> its colour."""
 _BARS = "▁▂▃▄▅▆▇█"
 _NUM_BARS = 12
+_NO_NAME = "no worker's name contains {}"
 _NO_WORKER = f"no worker is known: {NO_ENGINE}; or {NO_PUBLISHER}"
 
 
@@ -75,7 +76,7 @@ def top(
     if not ranks and (flag := at_most_one({"--model": model, "--tenant": tenant})):
         raise UsageError(f"{flag} needs --ranks")
     with Client(url, token=api_token, timeout_s=_TIMEOUT_S, retry=RetryPolicy(attempts=1)) as client:
-        table = _Table(lambda: client.fleet(contains, limit=_MOST_WORKERS), _fleet_lines)
+        table = _Table(lambda: client.fleet(contains, limit=_MOST_WORKERS), partial(_fleet_lines, contains))
         if ranks:
             table = _ranks_table(client, contains, model, tenant)
         if once:
@@ -124,7 +125,7 @@ def _ranks_table(client: Client, contains: str, model: str | None, tenant: str |
 def _unknown(client: Client, contains: str, model: str | None, tenant: str | None) -> str:
     """Say that no worker is known, and which ones are."""
     if contains and client.workers(model, tenant):
-        return f"no worker's name contains {printable(contains)}"
+        return _NO_NAME.format(printable(contains))
     if (model, tenant) == (None, None):
         return _NO_WORKER
     asked = namespace_text(model, tenant or "default", 0) if model else f"tenant {printable(tenant or '')}"
@@ -205,12 +206,15 @@ def _is_q_pressed(keyboard: list[int], seconds: float) -> bool:
     return bool(readable) and os.read(readable[0], 64)[:1] in (b"q", b"Q", b"")
 
 
-def _fleet_lines(fleet: Fleet, width: int, height: int | None) -> Iterator[Text]:
-    """Yield the verdict, sums and a table of workers. width, height: of the terminal; None: all workers."""
+def _fleet_lines(contains: str, fleet: Fleet, width: int, height: int | None) -> Iterator[Text]:
+    """Yield the verdict, sums and a table of workers. contains: what their names have. width, height: of the terminal;
+    None: all workers."""
     head = [Text(part, _LEVELS.get(fleet.level, "")) for part in wrap(_verdict(fleet.verdict), width)]
     head += [Text(part) for part in wrap(_sums(fleet), width)]
     yield from head
     if not fleet.workers:
+        if fleet.num_workers:
+            yield Text(_NO_NAME.format(printable(contains)))
         return
     yield Text("")
     room = len(fleet.workers) if height is None else max(1, height - len(head) - 3)

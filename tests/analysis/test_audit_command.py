@@ -167,6 +167,12 @@ def test_times_that_no_calendar_has_are_shown_as_numbers(tmp_path: Path) -> None
     assert done.stdout.startswith("verdict: 1 of 1 stream had batches whose digest differs")
 
 
+def test_a_log_without_pages_has_no_peak(tmp_path: Path) -> None:
+    write_log(tmp_path, [Stream("w").batch(now=1_700_000_000.0)])
+    assert "0 pages/s stored and removed; " in kvsight("audit", tmp_path).stdout
+    assert as_json(tmp_path)["rates"]["peak_time"] is None
+
+
 def test_a_torn_tail_is_damage(tmp_path: Path) -> None:
     segment = tear(write_log(tmp_path, [Stream("w").batch(stored((0, [1])), now=1_700_000_000.0)]))
     report = as_json(tmp_path, code=1)

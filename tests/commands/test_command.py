@@ -45,8 +45,10 @@ def test_a_port_in_use_is_one_clear_line() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        for command in ("serve", "demo"):
-            assert_one_clear_line(kvsight(command, "--port", port), "kvsight: ", str(port))
+        for command in ("serve", "demo", "route"):
+            assert_one_clear_line(
+                kvsight(command, "--port", port), "kvsight: cannot listen on ", f"port {port}: the port is in use"
+            )
 
 
 def test_a_server_that_no_engine_can_reach_reports_it() -> None:

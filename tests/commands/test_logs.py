@@ -124,6 +124,11 @@ def test_cat_filters(log: Path, filters: list[str], indices: list[int]) -> None:
     assert [each["index"] for each in cat(log, *filters)] == indices
 
 
+def test_filters_that_fit_no_record_are_one_line(log: Path) -> None:
+    done = invoke("tail", "--log", log, "--from", 0, "--worker", "nobody")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", f"{log}: no record matches\n")
+
+
 def test_verify_names_damage_with_its_place_and_uses_the_rest(log: Path) -> None:
     assert invoke("log", "info", "--verify", log).exit_code == 0
     first, second, third, *_, last = sorted(log.glob("*.kvlog"))

@@ -125,6 +125,15 @@ def changing(tmp_path: Path) -> Path:
     return write_log(tmp_path / "run.log", records)
 
 
+def test_the_records_of_a_slice_are_its_own(log: Path, tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    assert invoke("log", "slice", log, part, "--from", 1, "--to", 3).exit_code == 0
+    query = json.dumps({"model_name": "m", "token_ids": TOKENS})
+    for words in (("replay", part), ("explain", part, "--prompt", "-"), ("replay", part, "--diff", log)):
+        assert ", after 2 records" in invoke(*words, stdin=query).stderr
+    assert ", after 1 record\n" in invoke("replay", part, "--at", 1).stderr
+
+
 def test_two_moments_of_a_log_differ_by_pages_gained_lost_and_moved(changing: Path) -> None:
     found = {each["worker"]: each for each in printed("replay", changing, "--at", 2, "--diff", changing)}
     figures = {"before": 3, "after": 4, "gained": 2, "lost": 1, "moved": 1}
@@ -216,6 +225,22 @@ def test_the_sound_part_of_a_damaged_log_is_replayed_and_explained(tmp_path: Pat
         assert f"damaged: {segment}: a record's checksum is wrong at byte 24, record 0" in done.stderr
     assert msgspec.json.decode(explained.stdout, type=Explanation).workers[0].cause == truth.cause
     assert "after 19 records" in replayed.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("replay LOG", "replay LOG --json", "replay LOG --diff LOG", "explain LOG --prompt -", "log info LOG"),
+        *("tail --log LOG --from 0", "log export LOG --parquet new"),
+    ],
+)
+def test_a_log_of_which_nothing_can_be_read_is_damaged_and_not_empty(words: str, tmp_path: Path) -> None:
+    segment = tmp_path / f"{0:020}.kvlog"
+    segment.write_bytes(b"noise" * 1000)
+    done = invoke(*words.replace("LOG", str(tmp_path)).split(), stdin='{"model_name": "m", "token_ids": [1]}')
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"damaged: {segment}: ")
+    assert "the log is empty" not in invoke("audit", tmp_path).stdout
 
 
 def test_key_frames_of_other_settings_are_a_warning_or_damage_if_the_log_begins_late(

@@ -1,5 +1,6 @@
 """Engines that need time: steps by hand, what always holds, and the agreement with engines that need none."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from simulation import EngineSettings, PolicyReport, Request, SimulationSettings, WorkloadSettings, generate, simulate
 from simulation.report import Ended, Latency
 from simulation.run import TimedFleet
+from tests.support.commands import invoke
 
 PAGE = 16
 ROUND = EngineSettings(
@@ -165,4 +167,11 @@ def test_percentiles_and_goodput_are_those_of_all_values(gaps, ended) -> None:
         assert sum(value <= found for value in values) >= share * len(values)
         assert sum(value < found for value in values) < share * len(values) + 1e-9
     good = sum(ttft <= 2.0 and itl <= 0.05 for _, ttft, itl in ended)
-    assert latency.goodput_per_s * len(ended) == pytest.approx(latency.requests_per_s * good)
+    assert math.isnan(latency.requests_per_s) == (np.ptp([arrival for arrival, _, _ in ended]) <= 1e-9)
+    assert latency.goodput_per_s * len(ended) == pytest.approx(latency.requests_per_s * good, nan_ok=True)
+
+
+def test_requests_that_arrive_at_once_have_no_rate() -> None:
+    words = ("simulate", "--requests", 1, "--workers", 1, "--policy", "random")
+    assert invoke(*words).stdout.split()[-1] == "-/-"
+    assert json.loads(invoke(*words, "--json").stdout)[0]["latency"]["requests_per_s"] is None

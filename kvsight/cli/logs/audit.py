@@ -107,11 +107,14 @@ def _span_lines(report: AuditReport) -> Iterator[str]:
     first, last = local_time(report.first_time), local_time(report.last_time)
     size = f"{count(report.records, 'record')}, {report.bytes:,} bytes"
     of_streams = f"{report.log}: {size} of {count(len(report.streams), 'stream')}"
-    yield f"{of_streams}, {first} to {last}" if report.records else f"{of_streams}: the log is empty"
+    times = f", {first} to {last}" if report.records else ""
+    yield of_streams + (times if report.records or report.damage else ": the log is empty")
     rates = report.rates
-    peak = f"at most {rates.peak_pages_per_s:,} in one second, {local_time(rates.peak_time)}"
     if report.records:
-        yield f"{rates.pages_per_s:,.0f} pages/s stored and removed, {peak}; {rates.records_per_s:,.1f} records/s"
+        peak = ""
+        if rates.peak_time is not None:
+            peak = f", at most {rates.peak_pages_per_s:,} in one second, {local_time(rates.peak_time)}"
+        yield f"{rates.pages_per_s:,.0f} pages/s stored and removed{peak}; {rates.records_per_s:,.1f} records/s"
     yield from (f"damage: {text}" for text in report.damage[:_MOST_DAMAGE])
     if len(report.damage) > _MOST_DAMAGE:
         yield f"and {len(report.damage) - _MOST_DAMAGE} more"

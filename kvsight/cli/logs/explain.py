@@ -77,6 +77,8 @@ def _explain(asked: AskedPrompt, source: LogInput | TopicInput, moment: LogMomen
     try:
         found = explain_records(asked, *parts)
     except NothingToExplainError as error:
+        if not source.extent.num_records:
+            source.exit_if_damaged()
         raise UsageError(moment_fault(source.extent, moment) or f"{source.extent.name}: {error}") from error
     if fault := moment_fault(source.extent, moment):
         raise UsageError(fault)

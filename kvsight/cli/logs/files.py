@@ -157,7 +157,8 @@ def _facts(source: LogInput, contents: _Contents) -> dict[str, Any]:
 def _lines(source: LogInput, contents: _Contents) -> Iterator[str]:
     extent = source.extent
     if not extent.num_records:
-        yield f"{source.folder}: the log is empty"
+        if not source.damage_lines:
+            yield f"{source.folder}: the log is empty"
         return
     yield f"{source.folder}: records {extent.first_index} to {extent.next_index - 1}, {source.num_bytes / _MB:.1f} MB"
     yield f"from {local_time(extent.first_ms / 1000)} to {local_time(extent.last_ms / 1000)}"

@@ -13,7 +13,7 @@ import typer
 from rich.progress import Progress
 
 from kv_events.log.event_log import EventLogCorruptedError, EventLogError
-from kv_events.log.format import list_segments
+from kv_events.log.format import check_folder, list_segments
 from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.records import LogRecord
 from kv_events.runtime.words import count, local_time
@@ -64,8 +64,7 @@ class LogInput:
     """What is unknown although nothing is damaged."""
 
     def __post_init__(self) -> None:
-        if not self.folder.is_dir():
-            raise EventLogError(f"{self.folder}: no such folder")
+        check_folder(self.folder)
         if not list_segments(self.folder):
             raise EventLogError(f"{self.folder}: not an event log: it has no files *.kvlog")
         self.extent = LogExtent(str(self.folder))
@@ -95,7 +94,10 @@ class LogInput:
             yield from chunk.records()
 
     def views_at(self, moment: LogMoment) -> tuple[Replay, LogExtent]:
-        """The views at a moment, and the extent of the log. Damage and warnings are noted. Raises OSError."""
+        """The views at a moment, and the extent of the log. Damage and warnings are noted.
+
+        Ends with exit code 1 if nothing of the log can be read. Raises OSError.
+        """
         from indexer.replay import Timeline
 
         self.write_missing_frames()
@@ -108,7 +110,16 @@ class LogInput:
                 extent.offsets = timeline.offsets()
         self.damage, self.faults, self.warnings = timeline.damage, timeline.faults, timeline.warnings
         self.find_torn_tail()
+        if not extent.num_records:
+            self.exit_if_damaged()
         return views, extent
+
+    def num_applied(self, views: Replay) -> int:
+        """Records of this log in views of `views_at`. Views of a key frame count those before its beginning, too."""
+        from indexer.replay import open_beginning
+        from indexer.settings import IndexerSettings
+
+        return views.applier.records - open_beginning(self.folder, IndexerSettings()).views.applier.records
 
     def book_at(self, moment: LogMoment, views: Replay, flags: Mapping[str, Any]) -> Book | None:
         """What was reserved at a moment, None if the log knows of no reservation. views: of `views_at`. flags: BOOK.
@@ -154,16 +165,18 @@ class LogInput:
         return [*map(str, self.damage), *self.faults, *([str(self.tail)] if self.tail else [])]
 
     def fail_outside(self, what: str) -> NoReturn:
-        """End because a range has no record. Raises UsageError with the extent of the log."""
+        """End because a range has no record, or because none can be read. Raises UsageError with the log's extent."""
         extent = self.extent
+        if not extent.num_records:
+            self.exit_if_damaged()
         indices = f", indices {extent.first_index} to {extent.next_index - 1}" if extent.num_records else ""
         raise UsageError(f"{what} is outside the log: {extent_text(extent)}{indices}")
 
 
 def extent_text(extent: LogExtent) -> str:
     """The number and the times of the records of a log."""
-    times = f"{local_time(extent.first_ms / 1000)} to {local_time(extent.last_ms / 1000)}"
-    return f"{extent.name} has {count(extent.num_records, 'record')}, {times}"
+    times = f", {local_time(extent.first_ms / 1000)} to {local_time(extent.last_ms / 1000)}"
+    return f"{extent.name} has {count(extent.num_records, 'record')}{times if extent.num_records else ''}"
 
 
 def moment_fault(extent: LogExtent, moment: LogMoment, flag: str = "--at") -> str:
@@ -255,6 +268,10 @@ class TopicInput:
         from indexer.replay import Replay
 
         return Replay().apply_all(self.records(), moment), self.extent
+
+    def num_applied(self, views: Replay) -> int:
+        """Records of the topic in views of `views_at`."""
+        return views.applier.records
 
     def book_at(self, moment: LogMoment, views: Replay, flags: Mapping[str, Any]) -> None:
         """Return None: what is reserved is in another topic."""

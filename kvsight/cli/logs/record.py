@@ -18,7 +18,7 @@ from kvsight.cli.logs.reading import write_key_frames
 from kvsight.cli.logs.records import OF_EVENTS, OfChannel, channels_of
 from kvsight.cli.shared.console import UsageError, err
 from kvsight.cli.shared.flags import BROKER, KAFKA, METRICS_PORT, with_flags
-from kvsight.cli.shared.process import load_kernels, stop_signals
+from kvsight.cli.shared.process import load_kernels, run_until_interrupted, stop_signals
 
 if TYPE_CHECKING:
     from indexer.recording.feed import Feed, Selection
@@ -74,6 +74,10 @@ def record(
     size = None if max_bytes is None else int(parse_quantity("--max-bytes", max_bytes, BYTES, least))
     segment = segment or segment_bytes_within(size)
     age_s = None if max_age is None else parse_quantity("--max-age", max_age, SECONDS)
+    if once or first.time_s is not None:  # otherwise it waits for the broker
+        from kv_events.kafka.connection import KafkaConnection
+
+        run_until_interrupted(KafkaConnection(settings).check)  # before anything is written
     load_kernels()
     recorder = Recorder(
         folder, segment_bytes=segment, max_bytes=size, max_age_s=age_s, is_patient=not once, on_deleted=_report_deletion

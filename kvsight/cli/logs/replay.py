@@ -21,6 +21,7 @@ from kvsight.cli.shared.console import (
     UsageError,
     at_most_one,
     err,
+    next_step,
     out,
     print_json,
     print_lines,
@@ -32,6 +33,7 @@ from kvsight.cli.shared.process import allow_open_files, keep_freed_memory, load
 from kvsight.cli.shared.prompts import decode_query, read_json_object
 from kvsight.cli.shared.streams import MEDIA, StreamRow, streams_lines
 from kvsight.cli.shared.tables import Column, table_lines
+from kvsight.errors import KvsightConnectionError
 from kvsight.extras import require
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ def replay(
         print_result(list(_views(replayed, book)), streams_lines(_rows(replayed, book), out.width), as_json=as_json)
     else:
         _show_answer(body, *asked, replayed, as_json)
-    err.print(f"{extent_text(extent)}\n{_used(moment, replayed)}")
+    err.print(f"{extent_text(extent)}\n{_used(moment, replayed.now, source.num_applied(replayed))}")
     if fault:
         err.print(f"warning: {fault}")
         raise typer.Exit(EXIT_USAGE)
@@ -153,10 +155,10 @@ def _serve(folder: Path, at: str | None, **flags: Any) -> None:
     run_server(app, settings, bound)
 
 
-def _used(moment: LogMoment, replayed: Replay) -> str:
+def _used(moment: LogMoment, now: float, num_records: int) -> str:
     zone = " (the local zone)" if moment.is_naive else ""
     asked = "" if moment.time_s is None else f"; asked for {local_time(moment.time_s)}{zone}"
-    return f"views as of {local_time(replayed.now)}, after {count(replayed.applier.records, 'record')}{asked}"
+    return f"views as of {local_time(now)}, after {count(num_records, 'record')}{asked}"
 
 
 def _show_answer(
@@ -265,7 +267,7 @@ def _of_log(source: LogInput, moment: LogMoment, flag: str) -> Holdings:
         raise UsageError(fault)
     if not views.applier.records:
         raise UsageError(_no_batch(extent, moment, flag))
-    err.print(f"{source.folder}: views as of {local_time(views.now)}, after {count(views.applier.records, 'record')}")
+    err.print(f"{source.folder}: {_used(LogMoment(), views.now, source.num_applied(views))}")
     return holdings_of(views)
 
 
@@ -273,8 +275,11 @@ def _of_service(url: str, api_token: str | None) -> Holdings:
     from analysis.diff import holdings_of_dump
     from kvsight.client import Client
 
-    with Client(url, token=api_token) as client:
-        dump = client.dump()
+    try:
+        with Client(url, token=api_token) as client:
+            dump = client.dump()
+    except KvsightConnectionError as error:
+        raise UsageError(f"{error}{next_step(error, '--diff')}") from error
     err.print(f"{url}: views as of now")
     return holdings_of_dump(dump)
 

@@ -93,10 +93,12 @@ def tail(
 def _print_past(source: LogInput, selection: Selection, limit: int | None, full: bool, as_json: bool) -> None:
     """Print the records of a log. Ends with exit code 1 if parts of it could not be read."""
     encode, write, num_left = msgspec.json.Encoder().encode, sys.stdout.buffer.write, limit
+    has_shown = False
     for chunk in source.chunks("reading"):
         for index, record in selection.records(chunk):
             if not full and record.channel not in OF_EVENTS:
                 continue
+            has_shown = True
             for each in full_records(index, record) if full else [of_record(record)]:
                 if isinstance(each, RecordLine):
                     _show(each, as_json)
@@ -107,6 +109,8 @@ def _print_past(source: LogInput, selection: Selection, limit: int | None, full:
     sys.stdout.flush()
     if not selection.num_in_range and selection.range.is_bounded:
         source.fail_outside(str(selection.range))
+    if not has_shown:
+        err.print(f"{source.folder}: no record matches")
     source.exit_if_damaged()
 
 

@@ -41,12 +41,15 @@ class UsageError(KvsightError):
     """A command cannot do what the user asked. The message is shown without a traceback."""
 
 
-def next_step(error: KvsightError) -> str:
-    """What to do about a service that cannot be reached, as the end of the message; empty for other errors."""
+def next_step(error: KvsightError, flag: str = "--url") -> str:
+    """What to do about a service that cannot be reached, as the end of the message; empty for other errors.
+
+    flag: has its address.
+    """
     import httpx
 
     return (
-        ": start `kvsight serve`, or set --url to its address"
+        f": start `kvsight serve`, or set {flag} to its address"
         if isinstance(error.__cause__, httpx.ConnectError)
         else ""
     )
