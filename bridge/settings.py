@@ -13,7 +13,7 @@ import msgspec
 from pydantic import Field
 
 from kv_events.engine_wire import endpoint_of_rank, has_wildcard
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_text
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, MAX_RANKS, SOCKET_FILES, URL_PATTERN
 from kv_events.runtime.settings import KvsightSettings
 from kv_events.runtime.words import nearest
@@ -127,6 +127,9 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **ours, dp_rank=self.dp_rank + offset, num_ranks=1)
 
     def _check_names(self) -> None:
+        for field in self.__struct_fields__:
+            if isinstance(text := getattr(self, field), str) and field != "cache_salt":
+                check_text(field, text)
         for field in ("worker", "model", "tenant"):
             name: str | None = getattr(self, field)
             if name is not None and not is_name(name):
@@ -135,7 +138,7 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
             name = getattr(self, field)
             if name and not is_name(name):
                 shown = name if field == "lora_name" else f"{len(name)} characters"
-                raise InvalidValueError(field, shown, f"at most {MAX_NAME_BYTES} bytes")
+                raise InvalidValueError(field, shown, f"at most {MAX_NAME_BYTES} bytes of UTF-8")
         if self.worker is not None and self.model is None:
             raise InvalidValueError("model", None, "the model that the engine serves")
         if self.worker is None and self.republish is not None:
@@ -165,7 +168,10 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
 
 def is_name(text: str) -> bool:
     """Whether a text is valid as the name of a worker, a model and so on."""
-    return 1 <= len(text.encode(errors="replace")) <= MAX_NAME_BYTES
+    try:
+        return 1 <= len(text.encode()) <= MAX_NAME_BYTES
+    except UnicodeEncodeError:
+        return False
 
 
 class _EngineList(msgspec.Struct, forbid_unknown_fields=True):
@@ -225,7 +231,8 @@ def parse_engine(text: str, model: str | None = None) -> EngineSettings:
         return msgspec.convert(fields, EngineSettings, strict=False)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, InvalidValueError):
-            raise error.__cause__ from None
+            cause = error.__cause__
+            raise InvalidValueError(f"engine: {cause.field}", cause.value, cause.expected) from None
         raise InvalidValueError("engine", ", ".join(fields), str(error)) from None
 
 

@@ -58,6 +58,15 @@ def check_type(field: str, value: object, kind: type | UnionType) -> None:
         raise InvalidValueError(field, value, getattr(kind, "__name__", str(kind)))
 
 
+def check_text(field: str, text: str) -> None:
+    """Raise InvalidValueError if UTF-8 cannot hold a text, such as an argument of other bytes. Shows no credentials."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        shown = re.sub(".*@", "...@", text, flags=re.DOTALL)
+        raise InvalidValueError(field, shown, "text that UTF-8 can hold") from None
+
+
 def check_positive(**numbers: int) -> None:
     """Raise InvalidValueError unless all numbers, by the names of their arguments, are positive."""
     for field, number in numbers.items():

@@ -106,11 +106,12 @@ def _expected(message: str) -> str:
 
 
 def _typed_flag(ctx: Any, field: str) -> str | None:
-    """The flag on the command line that set a field. field: its name, or that of its variable."""
+    """The flag on the command line that set a field. field: its name, or that of its variable, and what is in it."""
+    field, *within = field.split(": ", 1)
     for parameter in ctx.command.params:
         source = ctx.get_parameter_source(parameter.name)
         if field in (parameter.name, variable(parameter.name)) and source is not None and source.name == "COMMANDLINE":
-            return str(max(parameter.opts, key=len))
+            return ": ".join([max(parameter.opts, key=len), *within])
     return None
 
 

@@ -43,6 +43,9 @@ def test_ranks_have_addresses_of_their_own() -> None:
         ("worker", {"worker": ""}),
         ("worker", {"worker": None, "num_ranks": 2}),
         ("tenant", {"tenant": "t" * 300}),
+        ("worker", {"worker": "\udcff"}),
+        ("topic", {"topic": "\udcff"}),
+        ("cache_salt", {"cache_salt": "\udcff"}),
         ("num_ranks", {"num_ranks": 0}),
         ("dp_rank", {"dp_rank": -1}),
         ("block_size", {"block_size": 0}),
@@ -95,6 +98,7 @@ OF_ENGINE = "worker=w,model=m,endpoint=tcp://h:1"
         (f"{OF_ENGINE},cache_salt=a,cache_salt=SECRET", "cache_salt, cache_salt"),
         (f"{OF_ENGINE},cache_salt=" + 50 * "SECRET", "cache_salt: got '300 characters'"),
         (f"{OF_ENGINE},cache_salt=SECRET,dp_rank=x", "dp_rank"),
+        (f"{OF_ENGINE},cache_salt=SECRET\udcff", "engine: cache_salt: got '7 characters', expected at most"),
     ],
 )
 def test_a_flag_that_makes_no_sense_is_refused_and_no_message_shows_a_salt(text: str, complaint: str) -> None:

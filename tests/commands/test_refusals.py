@@ -103,7 +103,14 @@ OPTIONS = [
     ("serve --snapshot-dir PROMPT", "--snapshot-dir: got '"),
     ("serve --kafka HOST:1 --engine a=tcp://h:1,model=m", "give either --kafka or --engine, not both"),
     ("serve --engine a=tcp://h:1", "also model=MODEL, or --model MODEL for all engines"),
-    ("serve --model m --engine a=tcp://h:1,capacity.tape=3", "capacity: got 'tape: 3', expected pages of gpu, cpu"),
+    (
+        "serve --model m --engine \udcff=tcp://h:1",
+        r"--engine: worker: got '\udcff', expected text that UTF-8 can hold",
+    ),
+    (
+        "serve --model m --engine a=tcp://h:1,capacity.tape=3",
+        "--engine: capacity: got 'tape: 3', expected pages of gpu, cpu",
+    ),
     ("register --model m a=tcp://h:1,url=http://h", "only serve and bridge have --engine with topic, bind, url,"),
     ("register --url http://127.0.0.1:9 --model m a=tcp://h:1", "Connection refused: start `kvsight serve`"),
     (
