@@ -192,7 +192,7 @@ def address_and_authorization(url: str, token: str | None, field: str = "url") -
     expected = "an address such as http://HOST:PORT"
     try:
         parsed = httpx.URL(url)
-    except httpx.InvalidURL:
+    except (httpx.InvalidURL, UnicodeEncodeError):
         raise InvalidValueError(field, _shown(url), expected) from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise InvalidValueError(field, _shown(url), expected)

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_text
 from kv_events.runtime.variables import variable
+from kv_events.runtime.words import count
 from kvsight.cli.shared.console import UsageError, print_result
 from kvsight.cli.shared.flags import Level, configure_logs, parameters_of, set_parameters
 
@@ -31,6 +32,8 @@ MOVED = {
     "workers": "top --ranks --once",
 }
 """A command of the version before -> its new form. For one release."""
+_SECRETS = ("api_token", "salt")
+"""Parameters that no message shows."""
 
 
 class Group(TyperGroup):
@@ -69,9 +72,15 @@ class Command(TyperCommand):
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         try:
-            return super().make_context(*args, **options)
+            context = super().make_context(*args, **options)
         except typer.BadParameter as error:
             raise _invalid_value(error) or error from error
+        for parameter in self.params:
+            value = context.params.get(parameter.name)
+            if isinstance(value, str) and not value.startswith("@"):  # files may have names of any bytes
+                hidden = parameter.name in _SECRETS
+                check_text(_name(context, parameter), value, count(len(value), "character") if hidden else None)
+        return context
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -90,10 +99,14 @@ def _invalid_value(error: typer.BadParameter) -> InvalidValueError | None:
     if not isinstance(error.__cause__, ValidationError) or error.param is None or error.ctx is None:
         return None
     found = error.__cause__.errors()[0]
-    source = error.ctx.get_parameter_source(error.param.name or "")
+    return InvalidValueError(_name(error.ctx, error.param), found["input"], _expected(found["msg"]))
+
+
+def _name(ctx: Any, parameter: Any) -> str:
+    """How the user set a parameter: its variable, else its flag."""
+    source = ctx.get_parameter_source(parameter.name or "")
     is_variable = source is not None and source.name == "ENVIRONMENT"
-    name = error.param.envvar if is_variable else max(error.param.opts, key=len)
-    return InvalidValueError(str(name), found["input"], _expected(found["msg"]))
+    return str(parameter.envvar if is_variable else max(parameter.opts, key=len))
 
 
 def _expected(message: str) -> str:
