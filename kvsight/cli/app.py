@@ -68,7 +68,7 @@ class App(typer.Typer):
 
 
 class Command(TyperCommand):
-    """A command whose errors name the flag that was typed, not the variable that could have been set instead."""
+    """A command whose errors name what the user set: a flag, or a variable."""
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         try:
@@ -86,10 +86,10 @@ class Command(TyperCommand):
         try:
             return super().invoke(ctx)
         except InvalidValueError as error:
-            flag = _typed_flag(ctx, error.field)
-            if flag is None:
+            name = _name_of_field(ctx, error.field)
+            if name is None:
                 raise
-            raise InvalidValueError(flag, error.value, error.expected) from error
+            raise InvalidValueError(name, error.value, error.expected) from error
 
 
 def _invalid_value(error: typer.BadParameter) -> InvalidValueError | None:
@@ -118,13 +118,15 @@ def _expected(message: str) -> str:
     return f"a number {demanded}" if demanded.startswith(("greater", "less")) else demanded
 
 
-def _typed_flag(ctx: Any, field: str) -> str | None:
-    """The flag on the command line that set a field. field: its name, or that of its variable, and what is in it."""
+def _name_of_field(ctx: Any, field: str) -> str | None:
+    """What the user set a field with. field: its name, or that of its variable, and what is in it."""
     field, *within = field.split(": ", 1)
+    field = "api_token" if field == "token" else field  # an argument of the client
     for parameter in ctx.command.params:
         source = ctx.get_parameter_source(parameter.name)
-        if field in (parameter.name, variable(parameter.name)) and source is not None and source.name == "COMMANDLINE":
-            return ": ".join([max(parameter.opts, key=len), *within])
+        is_set = source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
+        if is_set and field in (parameter.name, variable(parameter.name)):
+            return ": ".join([_name(ctx, parameter), *within])
     return None
 
 

@@ -52,6 +52,7 @@ OPTIONS = [
     ("doctor --engine http://h --prompt \t", "--prompt is empty"),
     ("doctor --engine http://h --prompt 99999999999", "--prompt: got '99999999999', expected integers"),
     ("doctor --engine http://h --engine-token-file /nowhere", "--engine-token-file: got '/nowhere'"),
+    ("doctor --engine http://u:p@h --engine-token-file PROMPT", "--engine-token-file: got '"),
     ("doctor --wait 0", "--wait: got '0', expected a number greater than or equal to 0.1"),
     ("query", "give a file with the query, or --model"),
     ("query a.json --model m", "give either a file or --model, not both"),
@@ -200,6 +201,9 @@ VARIABLES = [
     ("serve --port abc", "KVSIGHT_PORT=9", "--port: got 'abc', expected a valid integer"),
     ("serve", "KVSIGHT_KAFKA_TLS=maybe", "KVSIGHT_KAFKA_TLS: got 'maybe', expected a valid boolean"),
     ("demo --prompt", "KVSIGHT_MODEL=\udcff", r"KVSIGHT_MODEL: got '\udcff', expected text that UTF-8 can hold"),
+    ("query PROMPT", "KVSIGHT_URL=xyz", "KVSIGHT_URL: got 'xyz', expected an address such as http://HOST:PORT"),
+    ("query PROMPT", "KVSIGHT_API_TOKEN= ", "KVSIGHT_API_TOKEN: got '1 character', expected printable ASCII"),
+    ("query PROMPT --api-token secret\t", "", "--api-token: got '7 characters', expected printable ASCII"),
     ("query PROMPT", "KVSIGHT_URL=\udcff", r"KVSIGHT_URL: got '\udcff', expected text that UTF-8 can hold"),
     (
         "query PROMPT",
