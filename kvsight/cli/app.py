@@ -99,7 +99,7 @@ def _invalid_value(error: typer.BadParameter) -> InvalidValueError | None:
     if not isinstance(error.__cause__, ValidationError) or error.param is None or error.ctx is None:
         return None
     found = error.__cause__.errors()[0]
-    return InvalidValueError(_name(error.ctx, error.param), found["input"], _expected(found["msg"]))
+    return InvalidValueError(_name(error.ctx, error.param), found["input"], _expected(found["msg"], error.param))
 
 
 def _name(ctx: Any, parameter: Any) -> str:
@@ -109,13 +109,16 @@ def _name(ctx: Any, parameter: Any) -> str:
     return str(parameter.envvar if is_variable else max(parameter.opts, key=len))
 
 
-def _expected(message: str) -> str:
-    """What a message of pydantic or Typer demands of a value."""
+def _expected(message: str, parameter: Any) -> str:
+    """What a message of pydantic or Typer demands of the value of a parameter."""
     choices = message.partition(" is not ")[2]
     if choices:
         return choices.rstrip(".")
     demanded = message.removeprefix("Input should be ").partition(",")[0]
-    return f"a number {demanded}" if demanded.startswith(("greater", "less")) else demanded
+    if not demanded.startswith(("greater", "less")):
+        return demanded
+    least, most = (getattr(parameter, bound, None) for bound in ("min", "max"))
+    return f"a number {demanded}" if least is None or most is None else f"a number in {least} .. {most}"
 
 
 def _name_of_field(ctx: Any, field: str) -> str | None:
