@@ -177,6 +177,8 @@ OPTIONS = [
 NESTED = ('{"model_name": "m", "token_ids": ' + "[" * depth + "]" * depth + "}" for depth in (950, 50_000))
 INPUTS = [
     ("query -", '{\n "model_name": oops}', "line 2"),
+    ("query -", "", "stdin: not JSON: it is empty\n"),
+    ("explain LOG --prompt -", "\n", "stdin: not JSON: it is empty\n"),
     ("query -", "[1, 2]", "object"),
     *((words, body, "") for body in NESTED for words in ("query -", "replay LOG --query -")),
     ("query --show-hashes -", '{"model_name": "m", "seq_hashes": [1]}', "token_ids"),
