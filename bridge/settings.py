@@ -13,10 +13,10 @@ import msgspec
 from pydantic import Field
 
 from kv_events.engine_wire import endpoint_of_rank, has_wildcard
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_text
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, MAX_RANKS, SOCKET_FILES, URL_PATTERN
 from kv_events.runtime.settings import KvsightSettings
-from kv_events.runtime.words import nearest
+from kv_events.runtime.words import count, nearest
 from kv_events.schema import TIERS
 from kv_events.streams import DEFAULT_TENANT, MAX_GROUP_SIZE
 
@@ -24,6 +24,10 @@ _MAX_CONFIG_BYTES = 4 * 2**20
 _METRICS_URL = re.compile(
     r"http://(?:[A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:/[A-Za-z0-9_.~-]+)*/metrics"
 )
+_HOST_PORT = re.compile(r"[A-Za-z0-9*_.-]+:[0-9]+")
+_FAULT = re.compile(r"(.*?)(?: - at `\$\.?(.*)`)?", re.DOTALL)  # what msgspec says, and where
+_STEP = re.compile(r"\[(\d+)\]|(\w+)")
+_TYPES = {"int": "an integer", "bool": "true or false", "str": "text", "array": "a list", "object": "a table"}
 _SCHEMES = ("tcp", "ipc", "inproc")
 _SHORT = {"replay": "replay_endpoint", "ranks": "num_ranks"}  # names in a flag -> fields
 _ADDRESSES = ("endpoint", "replay_endpoint", "republish", "republish_replay")
@@ -127,6 +131,9 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **ours, dp_rank=self.dp_rank + offset, num_ranks=1)
 
     def _check_names(self) -> None:
+        for field in self.__struct_fields__:
+            if isinstance(text := getattr(self, field), str) and field != "cache_salt":
+                check_text(field, text)
         for field in ("worker", "model", "tenant"):
             name: str | None = getattr(self, field)
             if name is not None and not is_name(name):
@@ -135,7 +142,7 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
             name = getattr(self, field)
             if name and not is_name(name):
                 shown = name if field == "lora_name" else f"{len(name)} characters"
-                raise InvalidValueError(field, shown, f"at most {MAX_NAME_BYTES} bytes")
+                raise InvalidValueError(field, shown, f"at most {MAX_NAME_BYTES} bytes of UTF-8")
         if self.worker is not None and self.model is None:
             raise InvalidValueError("model", None, "the model that the engine serves")
         if self.worker is None and self.republish is not None:
@@ -165,7 +172,10 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
 
 def is_name(text: str) -> bool:
     """Whether a text is valid as the name of a worker, a model and so on."""
-    return 1 <= len(text.encode(errors="replace")) <= MAX_NAME_BYTES
+    try:
+        return 1 <= len(text.encode()) <= MAX_NAME_BYTES
+    except UnicodeEncodeError:
+        return False
 
 
 class _EngineList(msgspec.Struct, forbid_unknown_fields=True):
@@ -181,14 +191,13 @@ def read_engines(path: Path) -> list[EngineSettings]:
         raise InvalidValueError(str(path), f"{len(data)} bytes", f"at most {_MAX_CONFIG_BYTES}")
     decode = msgspec.json.decode if path.suffix == ".json" else msgspec.toml.decode
     try:
-        return decode(data, type=_EngineList).engines
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, InvalidValueError):
-            cause = error.__cause__
-            raise InvalidValueError(f"{path}: {cause.field}", cause.value, cause.expected) from None
-        raise InvalidValueError(str(path), str(error), "a list of engines") from None
+        given = decode(data)
     except (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidValueError(str(path), str(error), "TOML, or JSON in a file named .json") from None
+    try:
+        return msgspec.convert(given, _EngineList).engines
+    except msgspec.ValidationError as error:
+        raise _fault(str(path), error, given) from None
 
 
 def parse_engine(text: str, model: str | None = None) -> EngineSettings:
@@ -202,17 +211,19 @@ def parse_engine(text: str, model: str | None = None) -> EngineSettings:
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         name = _SHORT.get(name, name)
-        if not fields and "://" in value and name not in EngineSettings.__struct_fields__:
+        is_address = "://" in value or _HOST_PORT.fullmatch(value)
+        if not fields and is_address and name not in EngineSettings.__struct_fields__:
             fields["worker"], name = name, "endpoint"
+        if not equals and not fields:
+            raise InvalidValueError("engine", re.sub(".*@", "...@", part), "NAME=tcp://HOST:PORT,field=value,...")
         if not equals or name in fields:
-            shown = name if equals else f"{len(part)} characters without ="  # the text may be part of a salt
+            shown = name if equals else f"{count(len(part), 'character')} without ="  # the text may be part of a salt
             expected = "NAME=tcp://HOST:PORT,field=value,... with every field once"
             raise InvalidValueError("engine", ", ".join([*fields, shown]), expected)
         known = (*EngineSettings.__struct_fields__, *_SHORT)
         if (field := name.partition(".")[0]) not in known:
-            raise InvalidValueError(
-                "engine", field, f"a field of an engine; the nearest name is {nearest(field, known)}"
-            )
+            expected = "a field of an engine" if fields else "NAME=tcp://HOST:PORT, or a field of an engine"
+            raise InvalidValueError("engine", field, f"{expected}; the nearest name is {nearest(field, known)}")
         if field == "capacity":
             fields.setdefault("capacity", {})[name.partition(".")[2] or "gpu"] = value
         else:
@@ -224,14 +235,33 @@ def parse_engine(text: str, model: str | None = None) -> EngineSettings:
     try:
         return msgspec.convert(fields, EngineSettings, strict=False)
     except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, InvalidValueError):
-            raise error.__cause__ from None
-        raise InvalidValueError("engine", ", ".join(fields), str(error)) from None
+        raise _fault("engine", error, fields) from None
 
 
 def engines_of(config: Path | None, flags: Sequence[str], model: str | None) -> list[EngineSettings]:
     """Return the engines of a file and of flags. model: of flags that name none. Raises as both readers do."""
     return [*(read_engines(config) if config else []), *(parse_engine(text, model) for text in flags)]
+
+
+def _fault(where: str, error: msgspec.ValidationError, given: Any) -> InvalidValueError:
+    """What msgspec found, with the field. where: the file or the flag. given: its engines. Shows no salt."""
+    said, place = _FAULT.fullmatch(str(error)).groups(default="")  # type: ignore[union-attr]  # matches any text
+    field, within = (f"{where}: {place}", f"{where}: {place}.") if place else (where, f"{where}: ")
+    if isinstance(error.__cause__, InvalidValueError):
+        cause = error.__cause__
+        return InvalidValueError(f"{within}{cause.field}", cause.value, cause.expected)
+    first, *_, last = re.findall("`([^`]*)`", said) * 2
+    if "unknown field" in said:
+        known = EngineSettings.__struct_fields__ if place else ("engines",)
+        return InvalidValueError(field, first, f"a known field; the nearest name is {nearest(first, known)}")
+    if "missing" in said:
+        return InvalidValueError(f"{within}{first}", None, "a value")
+    kind = first.partition(" ")[0]
+    if kind in ("int", "bool"):  # a text may have a salt
+        for index, name in _STEP.findall(place):
+            given = given[int(index)] if index else given[name]
+        last = given
+    return InvalidValueError(field, last, _TYPES[kind])
 
 
 def _check_address(field: str, address: str) -> None:
@@ -244,4 +274,4 @@ def _check_address(field: str, address: str) -> None:
         except ValueError:
             port = None
         if not port:
-            raise InvalidValueError(field, address, "tcp://HOST:PORT")
+            raise InvalidValueError(field, address, "tcp://HOST:PORT with a port in 1 .. 65535")

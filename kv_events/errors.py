@@ -64,6 +64,18 @@ def check_type(field: str, value: object, kind: type | UnionType) -> None:
         raise InvalidValueError(field, value, getattr(kind, "__name__", str(kind)))
 
 
+def check_text(field: str, text: str, shown: str | None = None) -> None:
+    """Raise InvalidValueError if UTF-8 cannot hold a text, such as an argument of other bytes.
+
+    shown: in place of the text, for secrets. The credentials of an address are never shown.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        shown = re.sub(".*@", "...@", text, flags=re.DOTALL) if shown is None else shown
+        raise InvalidValueError(field, shown, "text that UTF-8 can hold") from None
+
+
 def check_positive(**numbers: int) -> None:
     """Raise InvalidValueError unless all numbers, by the names of their arguments, are positive."""
     for field, number in numbers.items():

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
-from itertools import count
+from itertools import count as count_from
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import httpx
@@ -18,7 +18,7 @@ import msgspec
 from kv_events.errors import InvalidValueError, KvsightError, check_type
 from kv_events.http.events import EVENT_NAMES, PING_S, FeedEvent
 from kv_events.runtime import supervised
-from kv_events.runtime.words import nearest
+from kv_events.runtime.words import count, nearest
 from kvsight import calls
 from kvsight.calls import Call, decode
 from kvsight.errors import ClientClosedError, KvsightConnectionError, UnexpectedAnswerError
@@ -120,7 +120,7 @@ class BaseClient:
         self._check_open()
         request = self._request(call)
         outcome = yield Attempt(0.0, request)
-        for attempt in count():
+        for attempt in count_from():
             pause_s = self._retry.pause(attempt, outcome) if call.may_repeat else None
             if pause_s is None:
                 break
@@ -182,35 +182,38 @@ def _joined(base: str, path: str) -> httpx.URL:
     return httpx.URL(base + path)
 
 
-def address_and_authorization(url: str, token: str | None, field: str = "url") -> tuple[str, dict[str, str]]:
+def address_and_authorization(
+    url: str, token: str | None, field: str = "url", credential_field: str = "token"
+) -> tuple[str, dict[str, str]]:
     """Return a service's address without credentials, and the header that has them.
 
-    Raises InvalidValueError, which names `field`.
+    Raises InvalidValueError, which names `field` or `credential_field`.
     """
     if not isinstance(url, str):  # a value of another type may contain a password as well, so it is not shown
         raise InvalidValueError(field, type(url).__name__, "text")
     expected = "an address such as http://HOST:PORT"
     try:
         parsed = httpx.URL(url)
-    except httpx.InvalidURL:
+    except (httpx.InvalidURL, UnicodeEncodeError):
         raise InvalidValueError(field, _shown(url), expected) from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise InvalidValueError(field, _shown(url), expected)
-    return str(parsed.copy_with(userinfo=b"")).rstrip("/"), _authorization(parsed, token)
+    return str(parsed.copy_with(userinfo=b"")).rstrip("/"), _authorization(parsed, token, credential_field)
 
 
 def _shown(url: str) -> str:
     return _CREDENTIALS.sub(r"\1...@", url).rstrip("/")
 
 
-def _authorization(url: httpx.URL, token: str | None) -> dict[str, str]:
+def _authorization(url: httpx.URL, token: str | None, field: str) -> dict[str, str]:
     """Errors do not contain the credentials."""
     if token is not None and not isinstance(token, str):
-        raise InvalidValueError("token", type(token).__name__, "text")
+        raise InvalidValueError(field, type(token).__name__, "text")
+    shown = count(len(token or ""), "character")
     if token and not _TOKEN.fullmatch(token):
-        raise InvalidValueError("token", f"{len(token)} characters", "printable ASCII without spaces or line ends")
+        raise InvalidValueError(field, shown, "printable ASCII without spaces or line ends")
     if token and url.userinfo:
-        raise InvalidValueError("token", f"{len(token)} characters", "no user in `url` besides: both are credentials")
+        raise InvalidValueError(field, shown, "no user in `url` besides: both are credentials")
     if token:
         return {"Authorization": f"Bearer {token}"}
     if url.userinfo:

@@ -307,7 +307,8 @@ def _decode(decoder: Decoder[_T], data: Data, body_format: BodyFormat) -> _T:
     except RecursionError:
         raise ProblemError(400, ProblemKind.MALFORMED_BODY, "body: nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProblemError(400, ProblemKind.MALFORMED_BODY, f"body: {error}") from None
+        fault = error if memoryview(data).nbytes else "it is empty"
+        raise ProblemError(400, ProblemKind.MALFORMED_BODY, f"body: {fault}") from None
 
 
 def _mistyped(message: str, data: Data, body_format: BodyFormat, kind: Any) -> ProblemError:

@@ -42,6 +42,7 @@ from kv_events.http.workers import WorkerRecord
 from kv_events.log.memory import MemoryLog
 from kv_events.runtime.outages import Outage
 from kv_events.runtime.supervised import cancel
+from kv_events.runtime.words import count
 from kv_events.schema import ENGINE_UNHEARD, MEDIA, TIERS
 from kv_events.streams import StreamId, split_group
 
@@ -143,7 +144,8 @@ class Registrations:
         """Return what must still be loaded or read after a start, or None if the service is ready."""
         if not self._loaded.is_set():
             return str(self._outage) or "the saved registrations are not loaded yet"
-        return f"{len(self._waiting_for)} registered engines are still to be read" if self._waiting_for else None
+        num = len(self._waiting_for)
+        return count(num, "registered engine still to be read", "registered engines still to be read") if num else None
 
     async def add(self, engine: EngineSettings, *, is_peer: bool) -> bool:
         """Start to read one rank and wait until queries know it. Returns False if it was registered already.

@@ -24,6 +24,7 @@ from kv_events.engine_wire import LocateError, is_ipv6
 from kv_events.remedies import remedy
 from kv_events.runtime.outages import RateLimitedLogger
 from kv_events.runtime.tls import connection_reason
+from kv_events.runtime.words import printable
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,9 @@ class Subscriber:
         """Time of the last message, or of creation. By `time.monotonic()`."""
         self._context = context
         self._engine = engine
+        self._who = (
+            f"{printable(engine.worker)}: " if engine.worker else ""
+        )  # for log lines; others are known by their topics
         self._settings = registry.settings
         self._counters = counters
         self._limited_logger = limited_logger
@@ -272,17 +276,17 @@ class Subscriber:
                 self.state = ConnectionState.UNREACHABLE
             if reason != logged[0] or time.monotonic() - logged[1] > _LOG_PERIOD_S:
                 logged = reason, time.monotonic()
-                logger.warning("bridge: %s; trying again. %s", reason, remedy(reason))
+                logger.warning("bridge: %s%s; trying again. %s", self._who, reason, remedy(reason))
             await asyncio.sleep(_PROBE_S)
 
     def _update_state(self) -> None:
         if self._connections:
             if self._why_unreachable is not None:
-                logger.warning("bridge: connected to %s", self._engine.endpoint)
+                logger.warning("bridge: %sconnected to %s", self._who, self._engine.endpoint)
             self.state, self._away_since, self._why_unreachable = ConnectionState.CONNECTED, None, None
         elif self._away_since is None and self._num_connected:
             self.state, self._away_since = ConnectionState.AWAY, time.monotonic()
-            logger.warning("bridge: %s", self.failure)
+            logger.warning("bridge: %s%s", self._who, self.failure)
             for engine_stream in self._engine_streams():
                 engine_stream.set_receiving(False)
             self._begin_to_explain()

@@ -8,9 +8,10 @@ from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_text
 from kv_events.hash_seed import process_seed
 from kv_events.runtime.variables import check_variables, variable, variables_of
+from kv_events.runtime.words import count
 
 _MAX_SECRET_BYTES = 64 * 2**10
 _BOUNDS = {"ge": "of at least", "gt": "greater than", "le": "of at most", "lt": "less than"}
@@ -32,6 +33,12 @@ class KvsightSettings(BaseSettings):
             super().__init__(**values)
         except ValidationError as error:
             raise self._first_error(error) from None
+        for field, value in self:
+            if isinstance(value, SecretStr):
+                secret = value.get_secret_value()
+                check_text(variable(field), secret, count(len(secret), "character"))
+            elif isinstance(value, str):
+                check_text(variable(field), value)
 
     @classmethod
     def from_flags(cls, **flags: Any) -> Self:

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_text
 from kv_events.runtime.variables import variable
+from kv_events.runtime.words import count
 from kvsight.cli.shared.console import UsageError, print_result
 from kvsight.cli.shared.flags import Level, configure_logs, parameters_of, set_parameters
 
@@ -31,6 +32,8 @@ MOVED = {
     "workers": "top --ranks --once",
 }
 """A command of the version before -> its new form. For one release."""
+_SECRETS = ("api_token", "salt")
+"""Parameters that no message shows."""
 
 
 class Group(TyperGroup):
@@ -65,22 +68,28 @@ class App(typer.Typer):
 
 
 class Command(TyperCommand):
-    """A command whose errors name the flag that was typed, not the variable that could have been set instead."""
+    """A command whose errors name what the user set: a flag, or a variable."""
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         try:
-            return super().make_context(*args, **options)
+            context = super().make_context(*args, **options)
         except typer.BadParameter as error:
             raise _invalid_value(error) or error from error
+        for parameter in self.params:
+            value = context.params.get(parameter.name)
+            if isinstance(value, str) and not value.startswith("@"):  # files may have names of any bytes
+                hidden = parameter.name in _SECRETS
+                check_text(_name(context, parameter), value, count(len(value), "character") if hidden else None)
+        return context
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except InvalidValueError as error:
-            flag = _typed_flag(ctx, error.field)
-            if flag is None:
+            name = _name_of_field(ctx, error.field)
+            if name is None:
                 raise
-            raise InvalidValueError(flag, error.value, error.expected) from error
+            raise InvalidValueError(name, error.value, error.expected) from error
 
 
 def _invalid_value(error: typer.BadParameter) -> InvalidValueError | None:
@@ -90,27 +99,37 @@ def _invalid_value(error: typer.BadParameter) -> InvalidValueError | None:
     if not isinstance(error.__cause__, ValidationError) or error.param is None or error.ctx is None:
         return None
     found = error.__cause__.errors()[0]
-    source = error.ctx.get_parameter_source(error.param.name or "")
+    return InvalidValueError(_name(error.ctx, error.param), found["input"], _expected(found["msg"], error.param))
+
+
+def _name(ctx: Any, parameter: Any) -> str:
+    """How the user set a parameter: its variable, else its flag."""
+    source = ctx.get_parameter_source(parameter.name or "")
     is_variable = source is not None and source.name == "ENVIRONMENT"
-    name = error.param.envvar if is_variable else max(error.param.opts, key=len)
-    return InvalidValueError(str(name), found["input"], _expected(found["msg"]))
+    return str(parameter.envvar if is_variable else max(parameter.opts, key=len))
 
 
-def _expected(message: str) -> str:
-    """What a message of pydantic or Typer demands of a value."""
+def _expected(message: str, parameter: Any) -> str:
+    """What a message of pydantic or Typer demands of the value of a parameter."""
     choices = message.partition(" is not ")[2]
     if choices:
         return choices.rstrip(".")
     demanded = message.removeprefix("Input should be ").partition(",")[0]
-    return f"a number {demanded}" if demanded.startswith(("greater", "less")) else demanded
+    if not demanded.startswith(("greater", "less")):
+        return demanded
+    least, most = (getattr(parameter, bound, None) for bound in ("min", "max"))
+    return f"a number {demanded}" if least is None or most is None else f"a number in {least} .. {most}"
 
 
-def _typed_flag(ctx: Any, field: str) -> str | None:
-    """The flag on the command line that set a field. field: its name, or that of its variable."""
+def _name_of_field(ctx: Any, field: str) -> str | None:
+    """What the user set a field with. field: its name, or that of its variable, and what is in it."""
+    field, *within = field.split(": ", 1)
+    field = "api_token" if field == "token" else field  # an argument of the client
     for parameter in ctx.command.params:
         source = ctx.get_parameter_source(parameter.name)
-        if field in (parameter.name, variable(parameter.name)) and source is not None and source.name == "COMMANDLINE":
-            return str(max(parameter.opts, key=len))
+        is_set = source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
+        if is_set and field in (parameter.name, variable(parameter.name)):
+            return ": ".join([_name(ctx, parameter), *within])
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from kv_events.errors import InvalidValueError, KvsightError
+from kv_events.errors import KvsightError
 from kv_events.hash_seed import SEED_VARIABLE, parse_seed, process_seed
 from kv_events.http.service import DEFAULT_URL
 from kv_events.limits import MAX_BLOCK_SIZE
@@ -72,8 +72,6 @@ def query(
         if model is None and (tokens is None or not show_hashes):
             raise UsageError("give a file with the query, or --model with --tokens or --text")
         token_ids = _token_ids(model, tokens, text, tokenize_url)
-        for name in ("--model", "--tenant", "--lora", "--salt"):
-            _check_text(name, flags[name])
         fields = {"routing_group": tenant, "lora_name": lora, "cache_salt": salt}
         body = {"model_name": model, "token_ids": token_ids} | {k: v for k, v in fields.items() if v is not None}
     if show_hashes:
@@ -148,14 +146,6 @@ def _hash_lines(found: Mapping[str, Any]) -> Iterator[str]:
     ]
     yield f"{count(len(found['seq_hashes']), 'page')} of {found['block_size']} tokens, seed {found['seed']}"
     yield from table_lines(columns, out.width)
-
-
-def _check_text(flag: str, text: str | None) -> None:
-    """Raises InvalidValueError for what no body of a request can hold."""
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError:
-        raise InvalidValueError(flag, text, "text that UTF-8 can hold") from None
 
 
 def _token_ids(model: str | None, tokens: str | None, text: str | None, tokenize_url: str | None) -> list[int]:

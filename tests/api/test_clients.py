@@ -197,7 +197,9 @@ async def test_an_address_without_a_server_is_an_error_that_may_pass(kind: str) 
     assert "pass" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://host:x", "", "user:pass@host:1"])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host", "http://", "http://host:x", "", "user:pass@host:1", "http://\udcff"]
+)
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(InvalidValueError, match="url") as caught:

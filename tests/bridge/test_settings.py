@@ -43,6 +43,9 @@ def test_ranks_have_addresses_of_their_own() -> None:
         ("worker", {"worker": ""}),
         ("worker", {"worker": None, "num_ranks": 2}),
         ("tenant", {"tenant": "t" * 300}),
+        ("worker", {"worker": "\udcff"}),
+        ("topic", {"topic": "\udcff"}),
+        ("cache_salt", {"cache_salt": "\udcff"}),
         ("num_ranks", {"num_ranks": 0}),
         ("dp_rank", {"dp_rank": -1}),
         ("block_size", {"block_size": 0}),
@@ -61,10 +64,24 @@ def test_a_bad_value_is_named(field: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('{"engines": [{"worker": "w"}]}', "endpoint"),
-        ('{"engines": [{"worker": "w", "model": "m", "endpoint": "x"}]}', "endpoint: got 'x'"),
-        ('{"engines": [{"worker": "w", "model": "m", "endpoint": "tcp://h:1", "port": 1}]}', "port"),
-        ('{"engines": 3}', "array"),
+        ('{"engines": [{"worker": "w"}]}', "engines[0].endpoint: got None, expected a value"),
+        ('{"engines": [{"worker": "w", "model": "m", "endpoint": "x"}]}', "engines[0].endpoint: got 'x'"),
+        (
+            '{"engines": [{"worker": "w", "model": "m", "endpoint": "tcp://h:1", "eagel": 1}]}',
+            "engines[0]: got 'eagel', expected a known field; the nearest name is eagle",
+        ),
+        (
+            '{"engines": [{"worker": "w", "endpoint": "tcp://h:1", "block_size": "16x"}]}',
+            "engines[0].block_size: got '16x', expected an integer",
+        ),
+        (
+            '{"engines": [{"worker": "w", "endpoint": "tcp://h:1", "capacity": {"gpu": "x"}}]}',
+            "engines[0].capacity[...]: got {'gpu': 'x'}, expected an integer",
+        ),
+        ('{"engines": [{"cache_salt": 1}]}', "engines[0].cache_salt: got 'int', expected text"),
+        ('{"engines": ["w=tcp://h:1,cache_salt=s"]}', "engines[0]: got 'str', expected a table"),
+        ('{"worker": 3}', "e.json: got 'worker', expected a known field; the nearest name is engines"),
+        ('{"engines": 3}', "e.json: engines: got 'int', expected a list"),
         ('{"engines": [', "truncated"),
     ],
 )
@@ -82,12 +99,18 @@ OF_ENGINE = "worker=w,model=m,endpoint=tcp://h:1"
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "0 characters without ="),
-        ("worker", "6 characters without ="),
+        ("", "engine: got '', expected NAME=tcp://HOST:PORT"),
+        ("worker", "engine: got 'worker', expected NAME=tcp://HOST:PORT"),
+        ("tcp://localhost:5557", "engine: got 'tcp://localhost:5557', expected NAME=tcp://HOST:PORT"),
+        ("user:SECRET@h:1", "engine: got '...@h:1', expected NAME=tcp://HOST:PORT"),
+        ("e5=localhost:5557,model=m", "engine: endpoint: got 'localhost:5557', expected tcp://HOST:PORT"),
+        ("e5=tcp://h:99999,model=m", "endpoint: got 'tcp://h:99999', expected .* with a port in 1 .. 65535"),
         ("worker=a,worker=b", "worker, worker"),
         (f"{OF_ENGINE}, worker=v", "worker, model, endpoint, worker"),
-        (f"{OF_ENGINE},dp_rank=x", "dp_rank"),
-        ("a=b", "got 'a'"),
+        (f"{OF_ENGINE},dp_rank=x", "engine: dp_rank: got 'x', expected an integer"),
+        (f"{OF_ENGINE},eagle=x", "engine: eagle: got 'x', expected true or false"),
+        ("worker=w,model=m", "engine: endpoint: got None, expected a value"),
+        ("a=b", "got 'a', expected NAME=tcp://HOST:PORT, or a field of an engine; the nearest name is "),
         ("w=tcp://h:1,model=m,metrics=1", "got 'metrics', .* the nearest name is metrics_url$"),
         ("w=tcp://h:1,model=m,repaly=1", "got 'repaly', .* the nearest name is replay$"),
         (f"{OF_ENGINE},cache_salt=SECRET,port=1", "got 'port'"),
@@ -95,6 +118,7 @@ OF_ENGINE = "worker=w,model=m,endpoint=tcp://h:1"
         (f"{OF_ENGINE},cache_salt=a,cache_salt=SECRET", "cache_salt, cache_salt"),
         (f"{OF_ENGINE},cache_salt=" + 50 * "SECRET", "cache_salt: got '300 characters'"),
         (f"{OF_ENGINE},cache_salt=SECRET,dp_rank=x", "dp_rank"),
+        (f"{OF_ENGINE},cache_salt=SECRET\udcff", "engine: cache_salt: got '7 characters', expected at most"),
     ],
 )
 def test_a_flag_that_makes_no_sense_is_refused_and_no_message_shows_a_salt(text: str, complaint: str) -> None:

@@ -64,7 +64,7 @@ class EngineClient:
 
     def __init__(self, url: str, token: str | None = None, *, field: str = "engine") -> None:
         """field: for the message. Raises InvalidValueError for an invalid address."""
-        self.url, headers = address_and_authorization(url, token, field)
+        self.url, headers = address_and_authorization(url, token, field, f"{field}_token_file")
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
         self.date: ClockReading | None = None
         """The engine's clock, as of its newest answer."""

@@ -90,6 +90,8 @@ def _shown(path: Path) -> str:
 
 
 def _json_fault(data: bytes, error: Exception) -> str:
+    if not data.strip():
+        return "not JSON: it is empty"
     if isinstance(error, RecursionError):
         return "nested too deeply"
     if isinstance(error, UnicodeDecodeError):

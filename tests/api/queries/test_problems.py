@@ -109,7 +109,8 @@ async def test_packed_numbers_have_bounds(client: AsyncClient, path: str, prompt
 )
 async def test_a_malformed_body_is_a_400(client: AsyncClient, body: bytes) -> None:
     for path in ("/query", "/query_by_hash"):
-        check_problem(await client.post(path, content=body, headers=JSON), 400)
+        problem = check_problem(await client.post(path, content=body, headers=JSON), 400)
+        assert (problem["detail"] == "body: it is empty") == (not body)
 
 
 async def test_content_types_are_json_and_msgpack(client: AsyncClient, fed: HandFed) -> None:

@@ -116,7 +116,9 @@ async def test_an_engine_that_is_not_there_keeps_a_service_from_being_ready_only
         assert (await served.client.post("/register", json=body)).status_code == 201
     async with service(snapshot_dir=tmp_path) as served:
         ready = await async_wait_for(
-            lambda: served.client.get("/ready"), lambda answer: "1 registered engines" in answer.text, what="not ready"
+            lambda: served.client.get("/ready"),
+            lambda answer: "1 registered engine still to be read" in answer.text,
+            what="not ready",
         )
         check_problem(ready, 503)
         await async_wait_until(served.is_ready, what="ready all the same")

@@ -131,7 +131,7 @@ def test_a_bridge_with_a_wrong_address_logs_one_line(tmp_path: Path) -> None:
         assert failed in httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
         command.end(signal.SIGTERM)
     assert command.err.count("cannot connect") == 1
-    assert f"cannot connect to tcp://127.0.0.1:{port}: connection refused" in command.err
+    assert f"bridge: w: cannot connect to tcp://127.0.0.1:{port}: connection refused" in command.err
 
 
 async def test_the_reason_names_what_is_wrong(tmp_path: Path) -> None:
