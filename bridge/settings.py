@@ -234,6 +234,8 @@ def parse_engine(text: str, model: str | None = None) -> EngineSettings:
         raise InvalidValueError("engine", fields["worker"], "also model=MODEL, or --model MODEL for all engines")
     try:
         return msgspec.convert(fields, EngineSettings, strict=False)
+    except UnicodeEncodeError:  # of a field that is no text
+        raise InvalidValueError("engine", ", ".join(fields), "text that UTF-8 can hold") from None
     except msgspec.ValidationError as error:
         raise _fault("engine", error, fields) from None
 
@@ -261,7 +263,7 @@ def _fault(where: str, error: msgspec.ValidationError, given: Any) -> InvalidVal
         for index, name in _STEP.findall(place):
             given = given[int(index)] if index else given[name]
         last = given
-    return InvalidValueError(field, last, _TYPES[kind])
+    return InvalidValueError(field, last, _TYPES.get(kind, kind))
 
 
 def _check_address(field: str, address: str) -> None:
