@@ -5,6 +5,7 @@ Start at `Timeline`, which opens any moment of a log in a folder, or at `Replay`
 """
 
 from indexer.replay.frames import KeyFrameError as KeyFrameError
+from indexer.replay.frames import num_records_before as num_records_before
 from indexer.replay.frames import open_beginning as open_beginning
 from indexer.replay.log_indexer import LogIndexer as LogIndexer
 from indexer.replay.replay import ApplyObserver as ApplyObserver

@@ -161,9 +161,7 @@ def open_beginning(folder: Path, settings: IndexerSettings, *, is_bounded: bool 
 
     is_bounded: use only a key frame that was made with these settings. Raises OSError.
     """
-    segments = list_segments(folder)
-    first = segments[0].first_index if segments else 0
-    path = folder / f"{first:020d}{FRAME_SUFFIX}"
+    first, path = _first_frame(folder)
     fault = ""
     if path.exists():
         try:
@@ -172,6 +170,21 @@ def open_beginning(folder: Path, settings: IndexerSettings, *, is_bounded: bool 
         except (KeyFrameError, OtherSettingsError) as error:
             fault = str(error)
     return Beginning(Replay(settings), fault, begins_late(folder, first) if first else "")
+
+
+def num_records_before(folder: Path, settings: IndexerSettings) -> int:
+    """Return how many records the key frame before the oldest record of a log counts; 0 without a usable one."""
+    try:
+        return read_head(_first_frame(folder)[1], settings).num_records
+    except (KeyFrameError, OtherSettingsError):
+        return 0
+
+
+def _first_frame(folder: Path) -> tuple[int, Path]:
+    """Return the index of the oldest record of a log, and where its key frame is, if there is one."""
+    segments = list_segments(folder)
+    first = segments[0].first_index if segments else 0
+    return first, folder / f"{first:020d}{FRAME_SUFFIX}"
 
 
 def begins_late(folder: Path, first_index: int) -> str:

@@ -116,10 +116,9 @@ class LogInput:
 
     def num_applied(self, views: Replay) -> int:
         """Records of this log in views of `views_at`. Views of a key frame count those before its beginning, too."""
-        from indexer.replay import open_beginning
-        from indexer.settings import IndexerSettings
+        from indexer.replay import num_records_before
 
-        return views.applier.records - open_beginning(self.folder, IndexerSettings()).views.applier.records
+        return views.applier.records - num_records_before(self.folder, views.settings)
 
     def book_at(self, moment: LogMoment, views: Replay, flags: Mapping[str, Any]) -> Book | None:
         """What was reserved at a moment, None if the log knows of no reservation. views: of `views_at`. flags: BOOK.
