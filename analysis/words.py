@@ -1,5 +1,7 @@
 """Numbers, times and names as a report shows them."""
 
+from math import isnan
+
 from rich.filesize import decimal
 
 from kv_events.log.moments import utc_text
@@ -19,8 +21,8 @@ def short_name(text: str) -> str:
 
 
 def number(value: float, decimals: int = 0) -> str:
-    """`1,234,567`."""
-    return f"{value:,.{decimals}f}"
+    """`1,234,567`; a dash for NaN."""
+    return "-" if isnan(value) else f"{value:,.{decimals}f}"
 
 
 def share(part: float, whole: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import msgspec
 from pydantic import Field
 
 from kv_events.engine_wire import endpoint_of_rank, has_wildcard
-from kv_events.errors import InvalidValueError, check_text
+from kv_events.errors import InvalidValueError, check_utf8, without_user
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, MAX_RANKS, SOCKET_FILES, URL_PATTERN
 from kv_events.runtime.settings import KvsightSettings
 from kv_events.runtime.words import count, nearest
@@ -133,7 +132,7 @@ class EngineSettings(EngineDefaults, frozen=True, kw_only=True):
     def _check_names(self) -> None:
         for field in self.__struct_fields__:
             if isinstance(text := getattr(self, field), str) and field != "cache_salt":
-                check_text(field, text)
+                check_utf8(field, text)
         for field in ("worker", "model", "tenant"):
             name: str | None = getattr(self, field)
             if name is not None and not is_name(name):
@@ -192,7 +191,7 @@ def read_engines(path: Path) -> list[EngineSettings]:
     decode = msgspec.json.decode if path.suffix == ".json" else msgspec.toml.decode
     try:
         given = decode(data)
-    except (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidValueError(str(path), str(error), "TOML, or JSON in a file named .json") from None
     try:
         return msgspec.convert(given, _EngineList).engines
@@ -215,7 +214,7 @@ def parse_engine(text: str, model: str | None = None) -> EngineSettings:
         if not fields and is_address and name not in EngineSettings.__struct_fields__:
             fields["worker"], name = name, "endpoint"
         if not equals and not fields:
-            raise InvalidValueError("engine", re.sub(".*@", "...@", part), "NAME=tcp://HOST:PORT,field=value,...")
+            raise InvalidValueError("engine", without_user(part), "NAME=tcp://HOST:PORT,field=value,...")
         if not equals or name in fields:
             shown = name if equals else f"{count(len(part), 'character')} without ="  # the text may be part of a salt
             expected = "NAME=tcp://HOST:PORT,field=value,... with every field once"
@@ -252,7 +251,10 @@ def _fault(where: str, error: msgspec.ValidationError, given: Any) -> InvalidVal
     if isinstance(error.__cause__, InvalidValueError):
         cause = error.__cause__
         return InvalidValueError(f"{within}{cause.field}", cause.value, cause.expected)
-    first, *_, last = re.findall("`([^`]*)`", said) * 2
+    quoted = re.findall("`([^`]*)`", said)
+    if not quoted:  # a number that is too large
+        return InvalidValueError(field, said, "a value in its range")
+    first, last = quoted[0], quoted[-1]
     if "unknown field" in said:
         known = EngineSettings.__struct_fields__ if place else ("engines",)
         return InvalidValueError(field, first, f"a known field; the nearest name is {nearest(first, known)}")

@@ -64,16 +64,22 @@ def check_type(field: str, value: object, kind: type | UnionType) -> None:
         raise InvalidValueError(field, value, getattr(kind, "__name__", str(kind)))
 
 
-def check_text(field: str, text: str, shown: str | None = None) -> None:
+def without_user(address: str) -> str:
+    """Return an address without the user and the password in it."""
+    return re.sub(".*@", "...@", address, flags=re.DOTALL)
+
+
+def check_utf8(field: str, text: str, shown: str | None = None) -> None:
     """Raise InvalidValueError if UTF-8 cannot hold a text, such as an argument of other bytes.
 
-    shown: in place of the text, for secrets. The credentials of an address are never shown.
+    shown: in place of the text, for secrets. The user in an address is never shown.
     """
     try:
         text.encode()
     except UnicodeEncodeError:
-        shown = re.sub(".*@", "...@", text, flags=re.DOTALL) if shown is None else shown
-        raise InvalidValueError(field, shown, "text that UTF-8 can hold") from None
+        raise InvalidValueError(
+            field, without_user(text) if shown is None else shown, "text that UTF-8 can hold"
+        ) from None
 
 
 def check_positive(**numbers: int) -> None:

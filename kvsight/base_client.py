@@ -194,9 +194,10 @@ def address_and_authorization(
     expected = "an address such as http://HOST:PORT"
     try:
         parsed = httpx.URL(url)
-    except (httpx.InvalidURL, UnicodeEncodeError):
-        raise InvalidValueError(field, _shown(url), expected) from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+        is_valid = parsed.scheme in ("http", "https") and bool(parsed.host)
+    except (httpx.InvalidURL, UnicodeError):  # or what is no name of a host
+        is_valid = False
+    if not is_valid:
         raise InvalidValueError(field, _shown(url), expected)
     return str(parsed.copy_with(userinfo=b"")).rstrip("/"), _authorization(parsed, token, credential_field)
 

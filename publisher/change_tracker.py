@@ -193,6 +193,8 @@ class ChangeTracker:
         queued = self.ledger.change(columns.stored_on(tier), extra_key)
         if self._tokens is not None and tokens is not None:
             self._tokens.extend(entry for entry, is_queued in zip(tokens, queued, strict=True) if is_queued)
+            if self.queue.is_broken:
+                self._tokens.clear()  # of stores that came after the overflow, too
 
     def _remove(self, events: list[BlockRemoved], medium: Any, extra_key: Any) -> None:
         tier = event_columns.medium_index(medium)

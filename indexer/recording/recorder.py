@@ -39,7 +39,7 @@ _POLL_S = 0.05
 _RETRY_S = 1.0
 _STOP_S = 5.0
 _LAST_READ_S = 1.0
-"""How long a source is read on after the stop. One that hangs may take longer, and nothing of it is lost."""
+"""How long sources are read after the stop. What is not read by then is read after the next start."""
 _STUCK_S = 5.0
 """Time for one access to the disk, after which it counts as hanging."""
 _POSITIONS_FILE = "positions.json"
@@ -382,8 +382,9 @@ async def _ended(following: Sequence[asyncio.Task[None]], stop: asyncio.Event) -
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopped.cancel()
-    with suppress(TimeoutError):
-        await asyncio.wait_for(ended, _LAST_READ_S)
+    await asyncio.wait({ended}, timeout=_LAST_READ_S)
+    if ended.done():
+        ended.result()
 
 
 class _Saved(msgspec.Struct):

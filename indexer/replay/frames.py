@@ -174,10 +174,13 @@ def open_beginning(folder: Path, settings: IndexerSettings, *, is_bounded: bool 
 
 def num_records_before(folder: Path, settings: IndexerSettings) -> int:
     """Return how many records the key frame before the oldest record of a log counts; 0 without a usable one."""
+    path = _first_frame(folder)[1]
     try:
-        return read_head(_first_frame(folder)[1], settings).num_records
-    except (KeyFrameError, OtherSettingsError):
+        head = read_head(path, settings)
+        check(_image(path))
+    except (KeyFrameError, OtherSettingsError, SnapshotDamagedError, OSError):
         return 0
+    return head.num_records
 
 
 def _first_frame(folder: Path) -> tuple[int, Path]:

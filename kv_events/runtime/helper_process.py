@@ -63,8 +63,9 @@ async def helper_results(name: str, module: str, *arguments: str, job: object = 
     messages = asyncio.create_task(_log_lines(name, process.stderr))
     try:
         if job is not None:
+            line = msgspec.json.encode(job) + b"\n"
             with suppress(RuntimeError):  # of uvloop, if the process has ended; its exit code is reported
-                process.stdin.write(msgspec.json.encode(job) + b"\n")
+                process.stdin.write(line)
         async for line in process.stdout:
             yield line
         await messages
@@ -87,8 +88,13 @@ async def _started(module: str, *arguments: str) -> Process:
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        await _end(await starting)
+        await asyncio.shield(asyncio.create_task(_end_started(starting)))
         raise
+
+
+async def _end_started(starting: asyncio.Task[Process]) -> None:
+    with suppress(OSError):  # it did not start
+        await _end(await starting)
 
 
 async def _end(process: Process) -> None:

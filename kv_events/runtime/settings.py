@@ -8,12 +8,14 @@ from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from kv_events.errors import InvalidValueError, check_text
+from kv_events.errors import InvalidValueError, check_utf8
 from kv_events.hash_seed import process_seed
 from kv_events.runtime.variables import check_variables, variable, variables_of
 from kv_events.runtime.words import count
 
 _MAX_SECRET_BYTES = 64 * 2**10
+_WITH_SECRETS = ("redis", "kafka_token_command")
+"""Fields whose text may have a password in it, beside those of type SecretStr."""
 _BOUNDS = {"ge": "of at least", "gt": "greater than", "le": "of at most", "lt": "less than"}
 
 
@@ -34,11 +36,10 @@ class KvsightSettings(BaseSettings):
         except ValidationError as error:
             raise self._first_error(error) from None
         for field, value in self:
-            if isinstance(value, SecretStr):
-                secret = value.get_secret_value()
-                check_text(variable(field), secret, count(len(secret), "character"))
-            elif isinstance(value, str):
-                check_text(variable(field), value)
+            text = value.get_secret_value() if isinstance(value, SecretStr) else value
+            if isinstance(text, str):
+                is_hidden = text is not value or field in _WITH_SECRETS
+                check_utf8(variable(field), text, count(len(text), "character") if is_hidden else None)
 
     @classmethod
     def from_flags(cls, **flags: Any) -> Self:

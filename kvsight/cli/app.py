@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from kv_events.errors import InvalidValueError, check_text
+from kv_events.errors import InvalidValueError, check_utf8
 from kv_events.runtime.variables import variable
 from kv_events.runtime.words import count
 from kvsight.cli.shared.console import UsageError, print_result
@@ -32,8 +32,10 @@ MOVED = {
     "workers": "top --ranks --once",
 }
 """A command of the version before -> its new form. For one release."""
-_SECRETS = ("api_token", "salt")
+_SECRETS = ("api_token", "salt", "redis", "kafka_token_command")
 """Parameters that no message shows."""
+_OR_FILES = ("text", "tokens")
+"""Parameters that name a file after `@`. It may have a name of any bytes."""
 
 
 class Group(TyperGroup):
@@ -77,9 +79,9 @@ class Command(TyperCommand):
             raise _invalid_value(error) or error from error
         for parameter in self.params:
             value = context.params.get(parameter.name)
-            if isinstance(value, str) and not value.startswith("@"):  # files may have names of any bytes
+            if isinstance(value, str) and not (parameter.name in _OR_FILES and value.startswith("@")):
                 hidden = parameter.name in _SECRETS
-                check_text(_name(context, parameter), value, count(len(value), "character") if hidden else None)
+                check_utf8(_name(context, parameter), value, count(len(value), "character") if hidden else None)
         return context
 
     def invoke(self, ctx: Any) -> Any:

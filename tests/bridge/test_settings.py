@@ -120,6 +120,9 @@ OF_ENGINE = "worker=w,model=m,endpoint=tcp://h:1"
         (f"{OF_ENGINE},cache_salt=SECRET,dp_rank=x", "dp_rank"),
         (f"{OF_ENGINE},cache_salt=SECRET\udcff", "engine: cache_salt: got '7 characters', expected at most"),
         (f"{OF_ENGINE},ranks=\udcff", "expected text that UTF-8 can hold"),
+        (f"{OF_ENGINE},dp_rank=1e400", "engine: dp_rank: got '.*out of range'"),
+        (f"{OF_ENGINE},eagle={'9' * 5000}", "engine: eagle: got"),
+        ("tcp://user:SECRET\nSECRET@h:1", "got '...@h:1'"),
     ],
 )
 def test_a_flag_that_makes_no_sense_is_refused_and_no_message_shows_a_salt(text: str, complaint: str) -> None:

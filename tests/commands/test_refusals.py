@@ -75,6 +75,8 @@ OPTIONS = [
     ("query --show-hashes --tokens 1 --salt secret\udcff", "--salt: got '7 characters', expected text that UTF-8"),
     ("query PROMPT --url http://u:secret@\udcff", r"--url: got '...@\udcff', expected text that UTF-8 can hold"),
     ("query --model m --text \udcff --tokenize-url http://h", r"--text: got '\udcff', expected text that UTF-8"),
+    ("query --model m --tokens 1 --salt @secret\udcff", "--salt: got '8 characters', expected text that UTF-8"),
+    ("replay LOG --diff http://:x", "--diff: got 'http://:x', expected an address"),
     ("top --once --contains \udcff", r"--contains: got '\udcff', expected text that UTF-8 can hold"),
     ("query PROMPT --url http://127.0.0.1:9", "127.0.0.1:9"),
     *((f"{RECORD} {words}", "127.0.0.1:9: connection refused") for words in ("--once", "--from -1m")),

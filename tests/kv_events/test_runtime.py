@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import socket
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -162,8 +163,9 @@ def test_each_kind_of_warning_is_logged_once_for_a_while(caplog: pytest.LogCaptu
 
 def test_a_helper_that_is_cancelled_at_its_start_is_ended() -> None:
     def servers() -> set[int]:
-        children = (child for child in psutil.Process().children() if child.is_running())
-        return {child.pid for child in children if "http.server" in child.cmdline()}
+        children = psutil.process_iter(["ppid", "cmdline"])
+        own = (child for child in children if child.info["ppid"] == os.getpid())
+        return {child.pid for child in own if "http.server" in (child.info["cmdline"] or ())}
 
     async def wait_for_it() -> None:
         async for _ in helper_results("server", "http.server", "0", "--bind", "127.0.0.1"):

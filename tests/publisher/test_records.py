@@ -1,6 +1,7 @@
 """`EventPublisher` without tasks: which events become which records, and what is refused."""
 
 import logging
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,20 @@ def test_an_overflow_drops_the_tokens_of_the_stores_that_it_drops() -> None:
     publisher.publish([BlockStored([4], None, [4] * 4, 4, sequence_hashes=words([4]))])
     (record,) = publisher.take_records(NOW + 61, force=True)
     assert [token for token in range(1, 5) if np.full(4, token, "<u4").tobytes() in record.payload] == [4]
+
+
+def test_stores_after_an_overflow_take_no_memory_for_their_tokens() -> None:
+    publisher = make_begun(with_tokens=True, queue_pages=2, block_size=1024)
+    events = [[BlockStored([i], None, [i] * 1024, 1024, sequence_hashes=words([i]))] for i in range(1, 400)]
+    tracemalloc.start()
+    try:
+        for event in events:
+            publisher.publish(event)
+        grown, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert publisher.stats().is_broken
+    assert grown < 400_000  # a quarter of the tokens
 
 
 def test_records_with_tokens_keep_within_the_largest_record() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from kv_events.errors import InvalidValueError
 from kv_events.http.log import BatchInLog, MovedPage, StreamDiff
 from kv_events.log.moments import LogExtent, LogMoment
 from kv_events.runtime.words import count, local_time, natural_order
@@ -280,6 +281,8 @@ def _of_service(url: str, api_token: str | None) -> Holdings:
             dump = client.dump()
     except KvsightConnectionError as error:
         raise UsageError(f"{error}{next_step(error, '--diff')}") from error
+    except InvalidValueError as error:
+        raise InvalidValueError("--diff", error.value, error.expected) from error
     err.print(f"{url}: views as of now")
     return holdings_of_dump(dump)
 

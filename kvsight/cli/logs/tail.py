@@ -109,7 +109,7 @@ def _print_past(source: LogInput, selection: Selection, limit: int | None, full:
     sys.stdout.flush()
     if not selection.num_in_range and selection.range.is_bounded:
         source.fail_outside(str(selection.range))
-    if not has_shown:
+    if not has_shown and source.extent.num_records:
         err.print(f"{source.folder}: no record matches")
     source.exit_if_damaged()
 

@@ -77,7 +77,11 @@ class ChildProcess:
     def is_stopped(self) -> bool:
         """Return whether all threads of the server stand still, after SIGSTOP."""
         threads = Path(f"/proc/{self._process.pid}/task").glob("*/stat")
-        return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+        try:
+            states = [thread.read_text().rpartition(")")[2].split()[0] for thread in threads]
+        except OSError:  # a thread has just ended
+            return False
+        return set(states) == {"T"}
 
     def kill(self) -> None:
         """Send SIGKILL to the whole group and wait for the server to end. Idempotent."""
