@@ -377,6 +377,7 @@ class RecordingThread:
 async def _ended(following: Sequence[asyncio.Task[None]], stop: asyncio.Event) -> None:
     """Wait until all have ended, or for a second after `stop`. Raises the first error."""
     ended, stopped = asyncio.gather(*following), asyncio.create_task(stop.wait())
+    ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # if this is cancelled, nobody asks
     both: set[asyncio.Future[Any]] = {ended, stopped}
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
