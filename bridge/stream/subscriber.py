@@ -70,9 +70,8 @@ class Subscriber:
         """Time of the last message, or of creation. By `time.monotonic()`."""
         self._context = context
         self._engine = engine
-        self._who = (
-            f"{printable(engine.worker)}: " if engine.worker else ""
-        )  # for log lines; others are known by their topics
+        # Begins log lines. Empty for an address whose workers are named by their topics.
+        self._who = f"{printable(engine.worker)}: " if engine.worker else ""
         self._settings = registry.settings
         self._counters = counters
         self._limited_logger = limited_logger
