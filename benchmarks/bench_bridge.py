@@ -33,7 +33,7 @@ from benchmarks.peers.services import GIVE_UP_S, KVSIGHT, Service, dynamo, poste
 from benchmarks.report import Figure, figure, main
 from bridge import BridgeSettings, EngineSettings, Fleet
 from kv_events.log.memory import MemoryLog
-from kvsight.cli.shared.process import keep_freed_memory
+from kvsight.cli.shared.process import keep_freed_memory, load_kernels
 from publisher.settings import PublisherSettings
 from publisher.sinks.memory import MemorySink
 
@@ -183,7 +183,8 @@ class Engines:
 
 
 def _bridge(pipe: Connection) -> None:
-    keep_freed_memory()  # as `kvsight bridge` does
+    keep_freed_memory()  # both as `kvsight bridge` does
+    load_kernels()
 
     async def run() -> None:
         template = PublisherSettings.ignoring_environment(model="-", worker="-", block_size=1)

@@ -34,17 +34,18 @@ from indexer.snapshots.redis import RedisStore
 from kv_events.codec import StoredPages
 from kv_events.log.event_log import EventLogWriter
 from kv_events.streams import StreamId
-from kvsight.cli.shared.process import keep_freed_memory
+from kvsight.cli.shared.process import keep_freed_memory, load_kernels
 from tests.support.servers.redis_server import RedisServer
 from tests.support.waiting import wait_until
 
 NUM_WORKERS, CHAIN_PAGES = 64, 125
 RESTARTS, SNAPSHOTS = 5, 10
+_SETTINGS, _SLICES = IndexerSettings(), Slices()  # a service makes both at its start
 
 
 def filled(num_pages: int) -> Namespaces:
     """Return views that hold distinct pages."""
-    namespaces, random = Namespaces(IndexerSettings()), np.random.default_rng(1)
+    namespaces, random = Namespaces(_SETTINGS), np.random.default_rng(1)
     views = [namespaces.add_view(StreamId("m", "default", f"w{n}", 0), 16) for n in range(NUM_WORKERS)]
     starts = np.packbits([1] + [0] * (CHAIN_PAGES - 1), bitorder="little")
     for number in range(num_pages // CHAIN_PAGES):
@@ -55,12 +56,12 @@ def filled(num_pages: int) -> Namespaces:
 
 
 async def _copied(namespaces: Namespaces) -> SnapshotParts:
-    parts: SnapshotParts = await Slices().run(take(namespaces, {0: 0}, time.time()))
+    parts: SnapshotParts = await _SLICES.run(take(namespaces, {0: 0}, time.time()))
     return parts
 
 
 async def _save(store: SnapshotStore, namespaces: Namespaces) -> None:
-    keeper = SnapshotKeeper(store, IndexerSettings(), 0.0)
+    keeper = SnapshotKeeper(store, _SETTINGS, 0.0)
     await keeper.close(lambda: _copied(namespaces))
     if not keeper.counts.written:
         raise RuntimeError("the snapshot could not be written")
@@ -165,7 +166,8 @@ def turns(num_pages: int, store: Callable[[], SnapshotStore], name: str) -> list
 
 def run() -> list[Figure]:
     """Return all figures."""
-    keep_freed_memory()
+    keep_freed_memory()  # both as `kvsight serve` does
+    load_kernels()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         server = RedisServer(folder)

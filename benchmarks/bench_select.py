@@ -7,7 +7,7 @@ of which there can be 131,072, expire after a second. In rows with `life`, which
 one that its prefill is complete, and by its release. kvsight runs twice, alone and with Kafka: a bridge reads its
 engines then, and each reservation becomes a record. The services run at the same time, and take turns. Before the first
 row, kvsight books for ten seconds: a broker compiles its code while it runs, and takes three times as long for a record
-until then.
+until then. Latencies are measured twice: at half of what each service reached, and at one rate for all.
 """
 
 import shutil
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from http.client import HTTPConnection
+from statistics import median
 
 import msgspec
 
@@ -26,9 +27,9 @@ from benchmarks.peers.queries import (
     ROUNDS,
     SECONDS,
     compared_rates,
-    half_load_us,
     measured,
     own_bodies,
+    paced_rounds_us,
     rounds,
 )
 from benchmarks.peers.services import KVSIGHT, Service, cpu_seconds, dynamo, posted, running
@@ -36,6 +37,7 @@ from benchmarks.report import Figure, figure, main, percentile
 from benchmarks.services import broker
 
 WORKERS, ASKED_PAGES, HALF_LOAD_PAGES = (8, 64), (8, 64, 512), 64
+EQUAL_RATE = 8000.0
 _WARM_UPS = 10
 _PEER_THREADS = 2
 _RESERVE = "/select_and_reserve"
@@ -120,14 +122,9 @@ def _figures(services: list[HTTPConnection], num_workers: int) -> Iterator[Figur
             row = f"{num_workers} workers, {pages} pages, {path[1:]}"
             all_rates = yield from _compared(services, row, bodies, path)
             if pages == HALF_LOAD_PAGES:
-                names = "kvsight", "kvsight with Kafka", "Dynamo"
-                for name, service, rates in zip(names, services, all_rates, strict=True):
-                    took = half_load_us(service, bodies, rates, path)
-                    for percent in (50, 99):
-                        values = [percentile(each, percent) for each in took]
-                        yield figure(
-                            f"{row}, half load, p{percent}: {name}", "us", values, "≤ 2000" if percent == 99 else ""
-                        )
+                half = [median(each) / 2 for each in all_rates]
+                yield from _latencies(services, f"{row}, half load", bodies, path, half)
+                yield from _latencies(services, f"{row}, {EQUAL_RATE:,.0f} requests/s", bodies, path, [EQUAL_RATE] * 3)
 
 
 def _compared(
@@ -139,6 +136,17 @@ def _compared(
     yield from compared_rates(row, ours, theirs, "≥ 2")
     yield from list(compared_rates(f"{row}, with Kafka", durable, theirs, "≥ 2"))[:2]
     return ours, durable, theirs
+
+
+def _latencies(
+    services: list[HTTPConnection], row: str, bodies: list[bytes], path: str, rates: list[float]
+) -> Iterator[Figure]:
+    """rates: requests a second that each service gets."""
+    for name, service, rate in zip(("kvsight", "kvsight with Kafka", "Dynamo"), services, rates, strict=True):
+        took = paced_rounds_us(service, bodies, rate, path)
+        for percent, goal in ((50, ""), (99, "≤ 2000")):
+            values = [percentile(each, percent) for each in took]
+            yield figure(f"{row}, p{percent}: {name}", "us", values, goal)
 
 
 def _cpu_us(service: HTTPConnection, bodies: list[bytes]) -> list[float]:

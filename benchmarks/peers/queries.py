@@ -206,16 +206,16 @@ def _python_clients(
     yield from compared_rates(f"{row}, aiohttp", *by_aiohttp, "≥ 1")
     if row.endswith(f" {_HALF_LOAD_PAGES} pages"):
         for name, goal, service, rate in zip(("kvsight", "Dynamo"), ("≤ 1000", ""), services, rates, strict=True):
-            runs = half_load_us(service, bodies, rate)
+            runs = paced_rounds_us(service, bodies, median(rate) / 2)
             yield figure(f"{row}, half load: {name}", "us", [percentile(took, 50) for took in runs])
             yield figure(f"{row}, half load, p99: {name}", "us", [percentile(took, 99) for took in runs], goal)
 
 
-def half_load_us(
-    service: HTTPConnection, bodies: Sequence[bytes], rates: list[float], path: str = "/query"
+def paced_rounds_us(
+    service: HTTPConnection, bodies: Sequence[bytes], rate: float, path: str = "/query"
 ) -> list[list[float]]:
-    """Return how long each answer took in some rounds, see `paced_us`, at half of the rate that a service reached."""
-    return [paced_us(service, bodies, CONNECTIONS, SECONDS, median(rates) / 2, path) for _ in range(ROUNDS)]
+    """Return how long each answer took in some rounds, see `paced_us`."""
+    return [paced_us(service, bodies, CONNECTIONS, SECONDS, rate, path) for _ in range(ROUNDS)]
 
 
 def _compared(services: list[HTTPConnection], body: bytes, row: str, goal: str) -> Iterator[Figure]:
