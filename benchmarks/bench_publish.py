@@ -23,7 +23,7 @@ from publisher.sinks.memory import MemorySink
 SEED = 1
 BLOCK_SIZE = 16
 QUEUE_PAGES = 1_000_000
-NUM_RESYNCS = 5
+NUM_RESYNCS = NUM_CLEARS = 5
 RESYNC_S = 1.5
 """More than a resync of QUEUE_PAGES needs."""
 ENGINE_STEP_S = 0.0005
@@ -100,9 +100,12 @@ def queue_figures() -> Iterator[Figure]:
     yield figure("encode", "Mpages/s", [queued / seconds / 1e6])
     size = sum(len(record.payload) for record in records) / queued
     yield figure("a page on the wire, chains of 64", "bytes", [size], "<= 24")
+    yield figure(f"resync of {queued:,} pages", "ms", [_resync_ms(publisher) for _ in range(NUM_RESYNCS)])
+
+
+def _resync_ms(publisher: EventPublisher) -> float:
     publisher.request_resync("benchmark")
-    snapshot = timed(lambda: publisher.take_records(time.time(), force=True))
-    yield figure(f"resync of {queued:,} pages", "ms", [snapshot * 1e3])
+    return timed(lambda: publisher.take_records(time.time(), force=True)) * 1e3
 
 
 def resync_figures() -> Iterator[Figure]:
@@ -123,12 +126,14 @@ def resync_figures() -> Iterator[Figure]:
 
 def clear_figures() -> Iterator[Figure]:
     """Measure the publication of a flushed cache."""
-    prompts = Prompts()
-    publisher = make_publisher()
-    for _ in range(QUEUE_PAGES // 1000):
-        publisher.publish([prompts.event(1000)])
-    clear = timed(lambda: publisher.publish([AllBlocksCleared()]))
-    yield figure(f"publish, AllBlocksCleared of {QUEUE_PAGES:,} pages", "us", [clear * 1e6])
+    times = []
+    for _ in range(NUM_CLEARS):
+        prompts = Prompts()
+        publisher = make_publisher()
+        for _ in range(QUEUE_PAGES // 1000):
+            publisher.publish([prompts.event(1000)])
+        times += times_us(publisher.publish, [[AllBlocksCleared()]])
+    yield figure(f"publish, AllBlocksCleared of {QUEUE_PAGES:,} pages", "us", times)
 
 
 def times_during_resync(publisher: EventPublisher, calls: list[list[EngineEvent]]) -> list[float]:

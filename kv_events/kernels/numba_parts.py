@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from llvmlite import ir
+from llvmlite.binding import parse_assembly
 from numba.core import registry
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.codegen import JITCodeLibrary
@@ -164,12 +166,26 @@ class _CacheImpl(CompileResultCacheImpl):
         self._locator_classes = [SimpleNamespace(from_function=lambda *_: _Locator(folder, function))]  # type: ignore[list-item]
         super().__init__(function)
 
+    def reduce(self, cres: Any) -> tuple[Any, ...]:
+        """Keep the machine code, and an empty function in place of the code that numba would link into callers: only
+        Python calls what is kept, and numba looks up its name.
+        """
+        (name, kind, (machine_code, _)), *rest = super().reduce(cres)
+        module = cres.codegen._create_empty_module(name)
+        entry = ir.Function(module, ir.FunctionType(ir.VoidType(), ()), cres.fndesc.llvm_cpython_wrapper_name)
+        ir.IRBuilder(entry.append_basic_block()).ret_void()
+        return (name, kind, (machine_code, parse_assembly(str(module)).as_bitcode())), *rest
+
 
 class _Cache(FunctionCache):
     def __init__(self, function: Any, folder: Path, is_writable: bool) -> None:
         self._impl_class = partial(_CacheImpl, folder=folder)  # type: ignore[assignment]
         self._is_writable = is_writable
         super().__init__(function)
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        """Leave out what only a compilation needs: numba's tables of all operations, which take 0.1 s to fill."""
+        return self._load_overload(signature, target_context)
 
     def save_overload(self, signature: Any, result: Any) -> None:
         if self._is_writable:

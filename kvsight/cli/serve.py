@@ -13,7 +13,7 @@ from kv_events.runtime.variables import variable
 from kv_events.runtime.words import count, names
 from kvsight.cli.shared.console import EngineFile, Engines, Model, at_most_one, err
 from kvsight.cli.shared.flags import AWAY, BROKER, HTTP, KAFKA, LOG_LINES, REDIS, Flag, with_flags
-from kvsight.cli.shared.process import allow_open_files, keep_freed_memory, load_kernels
+from kvsight.cli.shared.process import allow_open_files, collector_off, keep_freed_memory, load_kernels
 from kvsight.extras import require
 
 if TYPE_CHECKING:
@@ -82,11 +82,12 @@ def serve(engine: Engines = None, config: EngineFile = None, model: Model = None
         at_most_one({"--kafka": flags["kafka"], "--event-log-dir": flags["event_log_dir"], name: value})
     at_most_one({"--redis": flags["redis"], "--snapshot-dir": flags["snapshot_dir"]})
     require("serve", "kvsight serve")
-    from api.settings import ApiSettings, RegistrationSettings
-    from bridge.settings import BridgeSettings, engines_of
-    from indexer.settings import IndexerSettings
-    from indexer.shards.settings import GroupSettings
-    from selection.settings import SelectionSettings
+    with collector_off():
+        from api.settings import ApiSettings, RegistrationSettings
+        from bridge.settings import BridgeSettings, engines_of
+        from indexer.settings import IndexerSettings
+        from indexer.shards.settings import GroupSettings
+        from selection.settings import SelectionSettings
 
     configured = engines_of(config, engine or [], model)
     indexer = IndexerSettings.from_flags(**flags)
@@ -102,9 +103,10 @@ def serve(engine: Engines = None, config: EngineFile = None, model: Model = None
     keep_freed_memory()
     engines = registration.max_registrations if indexer.is_embedded else 0
     max_files = allow_open_files(settings.max_connections, engines * 2 * SOCKET_FILES)
-    from api.app import create_app
-    from api.server import listen, load_and_answer, run_server, url_of
-    from indexer.assembly import create_recording
+    with collector_off():
+        from api.app import create_app
+        from api.server import listen, load_and_answer, run_server, url_of
+        from indexer.assembly import create_recording
 
     recording = None
     if settings.record is not None:

@@ -115,6 +115,20 @@ def test_without_a_place_to_write_kernels_are_compiled_in_memory_after_one_line(
     assert "NUMBA_CACHE_DIR" in line
 
 
+def test_kernels_are_loaded_without_what_only_a_compilation_needs_which_may_follow(folder: Path) -> None:
+    ended(start(folder, _CALL))
+    program = f"""{_CALL}
+import sys
+from numba import njit
+print("numba.np.npyimpl" in sys.modules)
+(kept,) = multiply.overloads.values()
+print(*[each.name.startswith("_ZN7cpython") for each in kept.library._shared_module.functions])
+print(njit(lambda number: number**0.5)(4.0), double(True), multiply(2))
+"""
+    words, _ = ended(start(folder, program))
+    assert words == [*LOADED, "False", "True", "2.0", "2", "6"], "numba loads more than it did, which takes 0.3 s"
+
+
 def test_processes_that_start_at_once_compile_each_kernel_once(folder: Path) -> None:
     hits = [ended(process)[0][2:] for process in [start(folder, _CALL) for _ in range(3)]]
     assert [sorted(each) for each in zip(*hits, strict=True)] == [["0", "1", "1"]] * 2

@@ -51,6 +51,16 @@ def load_kernels(load_and_answer: Callable[[], object] | None = None) -> None:
     gc.freeze()  # half a million objects that live as long as the process: a collection at its end takes 0.3 s
 
 
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """For imports: Python's garbage collector would look through all modules again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class _Progress(NamedTuple):
     """A text that is made each time that it is shown."""
 
