@@ -60,16 +60,13 @@ class RepublishedFleet(_Fleet):
 class RoutedFleet(_Fleet):
     """`with RoutedFleet() as fleet:`, engines that a `kvsight serve` reads."""
 
-    def __init__(self, policy: str = "session,overlap-load", **behaviour: Any) -> None:
-        """behaviour: of the engines."""
+    def __init__(self, policy: str = "session,overlap-load") -> None:
         super().__init__()
-        self._policy, self._behaviour = policy, behaviour
+        self._policy = policy
 
     def __enter__(self) -> Self:
         ports = [free_port() for _ in range(3)]
-        self.engines = [
-            self._stack.enter_context(SimulatedEngine({"zmq_port": port, **self._behaviour})) for port in ports
-        ]
+        self.engines = [self._stack.enter_context(SimulatedEngine({"zmq_port": port})) for port in ports]
         self.url = f"http://127.0.0.1:{(api := free_port())}"
         flags = ["--policy", self._policy, "--tokenize-url", self.engines[0].url, "--tokenize-timeout-s", 2]
         for number, (engine, port) in enumerate(zip(self.engines, ports, strict=True)):

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 from tests.rigs.routed_fleet import INSTALLS_A_ROUTER, RoutedFleet, conversations, run
 from tests.support.http_checks import WITHOUT_TLS
 from tests.support.servers.litellm_proxy import HEADERS, MODEL, LiteLLMProxy, litellm_python, model_list, variables
-from tests.support.waiting import wait_until
 
 DEAD_URL = "http://127.0.0.1:9"
 CHAT = [{"role": "user", "content": "which city is it? " * 8}]
@@ -93,17 +90,6 @@ def test_an_unknown_deployment_gets_its_share_too(fleet: RoutedFleet) -> None:
     given = deployments([fleet.engines[0].url, "http://elsewhere:1"])
     answers = kept(fleet.url, *[{"healthy_deployments": given}] * 40)
     assert {tuple(each) for each in answers} == {("0",), ("0", "1")}
-
-
-def test_a_caller_that_leaves_the_proxy_before_the_first_token_is_released(tmp_path: Path) -> None:
-    body = {"model": MODEL, "messages": CHAT, "stream": True}
-    with RoutedFleet(prefill_s=600.0) as fleet, LiteLLMProxy(tmp_path, fleet.url, fleet.addresses) as proxy:
-        post = partial(httpx.post, json=body, headers=HEADERS, verify=WITHOUT_TLS, timeout=10)
-        with ThreadPoolExecutor() as threads:
-            answer = threads.submit(post, f"{proxy.url}/v1/chat/completions")
-            wait_until(lambda: fleet.requests() == 1, 20, "the request to be booked")
-            assert isinstance(answer.exception(), httpx.ReadTimeout)
-        fleet.wait_for_release()
 
 
 def test_the_proxy_reuses_most_releases_all_and_outlives_kvsight(fleet: RoutedFleet, tmp_path: Path) -> None:

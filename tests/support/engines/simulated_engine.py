@@ -46,8 +46,6 @@ class Behaviour(msgspec.Struct):
     """Port for events. None: they go through the plug-in."""
     connects: bool = False
     """Whether it connects to that port instead of binding it, as engines do with an address in place of `*`."""
-    prefill_s: float = 0.0
-    """How long a stream that has begun waits for its first token."""
 
 
 class _Stored(msgspec.Struct, tag="BlockStored", array_like=True):
@@ -192,7 +190,6 @@ def _handler(cache: _Cache, behaviour: Behaviour) -> type[BaseHTTPRequestHandler
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Connection", "close")
             self.end_headers()
-            time.sleep(behaviour.prefill_s)
             common["object"] = "chat.completion.chunk"
             for delta, reason in (({"role": "assistant", "content": "y"}, None), ({"content": "es"}, "stop")):
                 choices = [{"index": 0, "delta": delta, "finish_reason": reason}]
