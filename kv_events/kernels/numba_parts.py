@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from llvmlite import ir
-from llvmlite.binding import parse_assembly
+from llvmlite.binding import parse_assembly, parse_bitcode
 from numba.core import registry
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.codegen import JITCodeLibrary
@@ -167,13 +167,15 @@ class _CacheImpl(CompileResultCacheImpl):
         super().__init__(function)
 
     def reduce(self, cres: Any) -> tuple[Any, ...]:
-        """Keep the machine code, and an empty function in place of the code that numba would link into callers: only
-        Python calls what is kept, and numba looks up its name.
+        """Keep the machine code, and the names of its functions, which numba looks up. Leave out the code that it would
+        link into callers: only Python calls what is kept.
         """
-        (name, kind, (machine_code, _)), *rest = super().reduce(cres)
+        (name, kind, (machine_code, for_callers)), *rest = super().reduce(cres)
         module = cres.codegen._create_empty_module(name)
-        entry = ir.Function(module, ir.FunctionType(ir.VoidType(), ()), cres.fndesc.llvm_cpython_wrapper_name)
-        ir.IRBuilder(entry.append_basic_block()).ret_void()
+        for function in parse_bitcode(for_callers).functions:
+            if not function.is_declaration:
+                empty = ir.Function(module, ir.FunctionType(ir.VoidType(), ()), function.name)
+                ir.IRBuilder(empty.append_basic_block()).ret_void()
         return (name, kind, (machine_code, parse_assembly(str(module)).as_bitcode())), *rest
 
 
