@@ -5,11 +5,13 @@
 """
 
 import gc
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 from llvmlite import ir
 from llvmlite.binding import parse_assembly, parse_bitcode
@@ -17,9 +19,11 @@ from numba.core import registry
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NativeLowering
 
+_logger = logging.getLogger(__name__)
 _CPUDispatcher: Any = registry.CPUDispatcher
 _OPTIONS = {"nopython": True, "no_cfunc_wrapper": True, "_nrt": False}
 """`_nrt`: without numba's memory runtime. numba counts references to the arrays of a named tuple at every access, which
@@ -116,17 +120,18 @@ class KernelDispatcher(_CPUDispatcher):
 
         Python's garbage collector is off meanwhile: numba's many small objects make it a tenth of the time.
         """
-        if not self._can_compile:
-            return
-        was_on = gc.isenabled()
-        gc.disable()
-        try:
-            self.compile(self._signature())
-        finally:
-            if was_on:
-                gc.enable()
-            if self.overloads:
-                self.disable_compile()
+        with global_compiler_lock:  # of the threads that need a kernel at once, the first one loads it
+            if not self._can_compile:
+                return
+            was_on = gc.isenabled()
+            gc.disable()
+            try:
+                self.compile(self._signature())
+            finally:
+                if was_on:
+                    gc.enable()
+                if self.overloads:
+                    self.disable_compile()
 
     def _compile_for_args(self, *args: Any, **kwargs: Any) -> Any:
         """Called by numba for a call before the code is loaded. Returns the compiled function, which it then calls."""
@@ -166,9 +171,9 @@ class _CacheImpl(CompileResultCacheImpl):
         self._locator_classes = [SimpleNamespace(from_function=lambda *_: _Locator(folder, function))]  # type: ignore[list-item]
         super().__init__(function)
 
-    def reduce(self, cres: Any) -> tuple[Any, ...]:
-        """Keep the machine code, and the names of its functions, which numba looks up. Leave out the code that it would
-        link into callers: only Python calls what is kept.
+    def reduce(self, cres: Any) -> tuple[int, tuple[Any, ...]]:
+        """Keep the machine code with its checksum, and the names of its functions, which numba looks up. Leave out the
+        code that it would link into callers: only Python calls what is kept.
         """
         (name, kind, (machine_code, for_callers)), *rest = super().reduce(cres)
         module = cres.codegen._create_empty_module(name)
@@ -176,7 +181,15 @@ class _CacheImpl(CompileResultCacheImpl):
             if not function.is_declaration:
                 empty = ir.Function(module, ir.FunctionType(ir.VoidType(), ()), function.name)
                 ir.IRBuilder(empty.append_basic_block()).ret_void()
-        return (name, kind, (machine_code, parse_assembly(str(module)).as_bitcode())), *rest
+        names = parse_assembly(str(module)).as_bitcode()
+        return crc32(machine_code), ((name, kind, (machine_code, names)), *rest)
+
+    def rebuild(self, target_context: Any, payload: tuple[int, tuple[Any, ...]]) -> Any:
+        """Raises ValueError if the machine code is damaged."""
+        checksum, kept = payload
+        if crc32(kept[0][2][0]) != checksum:
+            raise ValueError("the checksum is wrong")
+        return super().rebuild(target_context, kept)
 
 
 class _Cache(FunctionCache):
@@ -186,8 +199,17 @@ class _Cache(FunctionCache):
         super().__init__(function)
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """Leave out what only a compilation needs: numba's tables of all operations, which take 0.1 s to fill."""
-        return self._load_overload(signature, target_context)
+        """Leave out what only a compilation needs: numba's tables of all operations, which take 0.1 s to fill.
+
+        Damaged files, as a machine leaves them that loses its power, are as those that are missing.
+        """
+        try:
+            return self._load_overload(signature, target_context)
+        except Exception as error:  # noqa: BLE001  (damaged pickles raise any)
+            _logger.warning("a kernel in %s is damaged, and is compiled: %r", self.cache_path, error)
+            if self._is_writable:
+                self.flush()
+            return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
         if self._is_writable:

@@ -48,7 +48,7 @@ def load_kernels(load_and_answer: Callable[[], object] | None = None) -> None:
         with waiting(_Progress(load.progress)):
             (load_and_answer or load.load)()
         err.print(f"kernels compiled in {time.perf_counter() - began:.0f} s")
-    gc.freeze()  # half a million objects that live as long as the process: a collection at its end takes 0.3 s
+    gc.freeze()  # 150,000 objects that live as long as the process: a collection at its end takes 0.1 s
 
 
 @contextmanager
