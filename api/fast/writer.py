@@ -178,7 +178,7 @@ class AnswerWriter:
         plan = self._plan
         if plan is None or not plan.is_for(question, namespace):
             plan = self._planned(question, namespace)
-        elif question is plan.question:
+        elif question.seed == plan.seeds[0]:
             return plan
         state = long_hash_state(plan.numbers[0] + question.is_bigram, question.seed)
         self._buffers.long_state[: len(state)] = state
