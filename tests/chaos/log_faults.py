@@ -35,7 +35,9 @@ def garbage(rig: Rig, random: Random) -> Iterator[None]:
     keys = [None, b"", b"\xff", *(engine.stream.key.encode() for engine in rig.engines)]
     for topic in (rig.events_topic, rig.control_topic):
         payloads = [None, b"", b"\xc1garbage", random.randbytes(100), random.randbytes(100_000), b"\x93\x93\x93"]
-        rig.produce(topic, [(random.choice(keys), payload) for payload in payloads])
+        # aiokafka writes no record that has neither
+        records = [(random.choice(keys if payload is not None else keys[1:]), payload) for payload in payloads]
+        rig.produce(topic, records)
     yield
 
 
