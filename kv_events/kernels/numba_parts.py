@@ -201,7 +201,7 @@ class _Cache(FunctionCache):
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """Leave out what only a compilation needs: numba's tables of all operations, which take 0.1 s to fill.
 
-        Damaged files, as a machine leaves them that loses its power, are as those that are missing.
+        Damaged files, such as those that a power loss leaves, count as missing.
         """
         try:
             return self._load_overload(signature, target_context)

@@ -53,7 +53,7 @@ def load_kernels(load_and_answer: Callable[[], object] | None = None) -> None:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """For imports: Python's garbage collector would look through all modules again and again."""
+    """Turn Python's garbage collector off during imports: it would scan all modules again and again."""
     gc.disable()
     try:
         yield
