@@ -8,7 +8,7 @@ query comes later, because the other members are asked. Their requests are answe
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Generic, NamedTuple
@@ -18,11 +18,11 @@ from api.access.tokens import TokenRegistry
 from api.fast.heads import Head, HeadReader
 from api.fast.kernel_connections import DirectPlan, KernelConnections
 from api.fast.kernels.connections import MAX_REQUEST_BYTES
-from api.fast.kernels.query import Times
+from api.fast.kernels.query import IN_JSON, PACKED, Times
 from api.fast.local_answers import LocalAnswers
 from api.fast.templates import BodyTemplate, Question, RequestTemplate, TemplateCache
 from api.problems import ProblemError
-from api.queries.body_formats import JSON, format_of, is_large
+from api.queries.body_formats import CONTENT_TYPES, MSGPACK, BodyFormat
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
 from api.telemetry.requests import end_request, start_request
@@ -34,7 +34,7 @@ from kv_events.runtime.tracing import open_spans
 
 logger = logging.getLogger(__name__)
 
-_RESERVE = "/select_and_reserve"
+_RESERVE, _JSON = "/select_and_reserve", "application/json"
 _PACKED = frozenset({"application/msgpack", "application/x-msgpack"})
 _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashed in another thread
 
@@ -48,13 +48,13 @@ class GroupAnswers(NamedTuple):
     """Queries: body and its media type -> JSON."""
 
 
-class TextRoute(NamedTuple, Generic[Question]):
-    """How the requests to one path are answered whose prompt is an array in a JSON text."""
+class TemplateRoute(NamedTuple, Generic[Question]):
+    """How the requests to one path are answered that have templates."""
 
     templates: TemplateCache[Question]
     answer: Callable[[Question, bytes, int, int], bytes | None]
-    """Answers a request whose numbers are `text[start:end]`, between the brackets. Returns None, and has changed
-    nothing, if the text must be read or answered in another way. Raises ProblemError.
+    """Answers a request whose numbers are `data[start:end]`: the text between brackets, or bytes. Returns None, and has
+    changed nothing, if they must be read or answered in another way. Raises ProblemError.
     """
     direct_plan: Callable[[Question], DirectPlan | None]
     """Returns how kernels answer such requests now, or None if they must not. Raises ProblemError."""
@@ -85,13 +85,13 @@ class FastPath:
         answers: LocalAnswers,
         tenants: TenantRates | None,
         group: GroupAnswers | None,
-        selections: Mapping[str, TextRoute[Any]],
+        selections: Mapping[str, TemplateRoute[Any]],
         bodyless: BodylessRoute | None,
     ) -> None:
         """tenants: bounds on their queries, if any. group: how a member of a group answers. None: `answers` does.
 
-        selections: how those who choose workers are answered, by path. bodyless: how requests are answered that say
-        how reservations go on.
+        selections: how those who choose workers are answered, in JSON, by path. bodyless: how requests are answered
+        that say how reservations go on.
         """
         self._tenants = tenants
         self._bodyless = bodyless
@@ -114,17 +114,12 @@ class FastPath:
         self._limited_logger = RateLimitedLogger(logger, "fast path")
         self._headers: list[tuple[bytes, bytes]] = []
         self._encoded_headers = b""
-        self._routes: dict[str, TextRoute[Any]] = {
-            path: TextRoute(
-                TemplateCache(names, partial(decode_question, body_format=JSON, fields=names)),
-                answers.answer_text,
-                answers.direct_plan,
-            )
-            for path, names in fields.items()
-        }
-        if tenants is None:
-            self._routes |= selections  # FastAPI counts those of tenants
-        self._fields = fields
+        self._routes: dict[tuple[str, str], TemplateRoute[Any]] = {}
+        for path, names in fields.items():
+            for content_type, body_format in CONTENT_TYPES.items():
+                self._routes[path, content_type] = _query_route(answers, names, body_format)
+        if tenants is None:  # FastAPI counts those of tenants
+            self._routes |= {(path, _JSON): route for path, route in selections.items()}
         # each request may be sampled, which the kernels of direct connections cannot decide
         self._can_be_direct = settings.max_body_bytes >= MAX_REQUEST_BYTES and not with_traces
         self.direct = KernelConnections(self._plan, self._times, metrics.queries.note)
@@ -188,43 +183,25 @@ class FastPath:
             return None  # FastAPI's middleware judges what pages of other sites ask for
         if not head.path:
             return None if self._bodyless is None else self._bodyless.answer(*head.parameters)
-        if head.caller.content_type == "application/json":
-            route = self._routes.get(head.path)
-            return None if route is None else self._answer_json(route, data, start)
-        is_packed = head.caller.content_type in _PACKED and head.path in self._fields
-        return self._answer_packed(head, data[start:]) if is_packed else None
-
-    def _answer_json(self, route: TextRoute[Any], data: bytes, start: int) -> bytes | None:
+        route = self._routes.get((head.path, head.caller.content_type))
+        if route is None:
+            return None
         expected = route.templates.expected(data, start)
-        body = None if expected is None else self._answer_template(route, expected, data, start)
+        body = None if expected is None else self._answer_template(route, *expected, data)
         if body is None:
             read = route.templates.read(data, start)
-            body = None if read is None or read == expected else self._answer_template(route, read, data, start)
+            body = None if read is None or read == expected else self._answer_template(route, *read, data)
         return body
 
     def _answer_template(
-        self, route: TextRoute[Any], template: BodyTemplate[Any], data: bytes, start: int
+        self, route: TemplateRoute[Any], template: BodyTemplate[Any], first: int, data: bytes
     ) -> bytes | None:
-        question, before, after, _ = template
+        question = template.question
         rate = self._rate(question)
         if rate is not None and rate.wait_s():
             return None
-        answer = route.answer(question, data, start + len(before), len(data) - len(after))
+        answer = route.answer(question, data, first, len(data) - len(template.after))
         if answer is not None and rate is not None:
-            rate.note()
-        return answer
-
-    def _answer_packed(self, head: Head, body: bytes) -> bytes | None:
-        if is_large(body):
-            return None
-        question, numbers = decode_question(body, format_of(head.caller.content_type), self._fields[head.path])
-        if question.is_detailed:
-            return None  # the answer is not JSON
-        rate = self._rate(question)
-        if rate is not None and rate.wait_s():
-            return None
-        answer = self._answers.answer_one(question, numbers)
-        if rate is not None:
             rate.note()
         return answer
 
@@ -236,15 +213,13 @@ class FastPath:
 
     def request_template(self, head: Head, data: bytes, start: int) -> RequestTemplate | None:
         """Return the template of a request that was answered here. None: its connection cannot be direct."""
-        is_plain = head.caller.content_type == "application/json" and head.caller.limit is None
-        if not (self._can_be_direct and is_plain):
+        if not self._can_be_direct or head.caller.limit is not None:
             return None
         if not head.path:
             return RequestTemplate.without_body(head, self.heads.generation)
-        if head.path not in self._routes:
-            return None
-        template = self._routes[head.path].templates.read(data, start)
-        found = None if template is None else RequestTemplate.of(head, template, self.heads.generation)
+        route = self._routes.get((head.path, head.caller.content_type))
+        read = None if route is None else route.templates.read(data, start)
+        found = None if read is None else RequestTemplate.of(head, read[0], self.heads.generation)
         return None if found is None or self._plan(found) is None else found
 
     def _plan(self, template: RequestTemplate) -> DirectPlan | None:
@@ -256,7 +231,7 @@ class FastPath:
         if self._rate(template.question) is not None:
             return None
         try:
-            return self._routes[template.path].direct_plan(template.question)
+            return self._routes[template.path, template.content_type].direct_plan(template.question)
         except ProblemError:
             return None
         except Exception as error:  # noqa: BLE001  (FastAPI's route reports it, if it fails as well)
@@ -276,3 +251,14 @@ class FastPath:
             self._headers = headers
             self._encoded_headers = b"".join(b"%b: %b\r\n" % header for header in headers)
         return self._encoded_headers
+
+
+def _query_route(answers: LocalAnswers, fields: Collection[str], body_format: BodyFormat) -> TemplateRoute[ParsedQuery]:
+    """Return how queries in a format are answered. fields: those that may be the prompt."""
+    is_packed = body_format is MSGPACK
+    decode, form = partial(decode_question, body_format=body_format, fields=fields), PACKED if is_packed else IN_JSON
+    return TemplateRoute(
+        TemplateCache(fields, decode, is_packed=is_packed),
+        partial(answers.answer_text, form),
+        partial(answers.direct_plan, form),
+    )

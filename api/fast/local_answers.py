@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from api.fast.writer import AnswerWriter, Plan, prompt_of
+from api.fast.writer import UNITS, AnswerWriter, DirectQueries, GivenPrompt, prompt_of
 from api.problems import ProblemError
 from api.queries.answers import Answered, general_answer, namespaces_of
 from api.view_source import ViewSource
@@ -49,22 +49,20 @@ class LocalAnswers:
                 return written
         return general_answer(question, numbers, asked, freshness, now)
 
-    def answer_text(self, question: ParsedQuery, text: bytes, start: int, end: int) -> bytes | None:
-        """See `TextRoute`."""
+    def answer_text(self, form: int, question: ParsedQuery, text: bytes, start: int, end: int) -> bytes | None:
+        """See `TemplateRoute`. form: where the numbers are, see `api.fast.kernels.query`."""
         asked = self._namespaces_of(question)
         if len(asked) > 1 or not question.is_usual:
             return None
-        prompt = self._writer.prompt_of_text(question, text, start, end)
-        if prompt is None:
-            return None
+        prompt = GivenPrompt((UNITS[question.field], form), text, start, end)
         return self._writer.write(question, prompt, asked[0], self._served.freshness, self._served.now())
 
-    def direct_plan(self, question: ParsedQuery) -> Plan | None:
-        """See `TextRoute`."""
+    def direct_plan(self, form: int, question: ParsedQuery) -> DirectQueries | None:
+        """See `TemplateRoute`."""
         asked = self._namespaces_of(question)
-        if len(asked) > 1 or not question.is_usual or question.field != "token_ids":
+        if len(asked) > 1 or not question.is_usual:
             return None
-        return self._writer.plan(question, asked[0])
+        return DirectQueries(self._writer.plan(question, asked[0]), (UNITS[question.field], form))
 
     def _namespaces_of(self, question: ParsedQuery) -> Sequence[Namespace]:
         return namespaces_of(question, self._served.namespaces, self._served.why_not_ready)

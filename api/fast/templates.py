@@ -1,11 +1,12 @@
-"""Templates: the part of a JSON query around its numbers, and of a whole request, by which kernels recognise it.
+"""Templates: the part of a query around its numbers, and of a whole request, by which kernels recognise it.
 
     {"model_name":"m","token_ids":[1,2,3],"selection_id":"a-17"}      body
     {"model_name":"m","token_ids":[     ],"selection_id":"    "}      template
 
 Callers send the same few templates again and again, so decoded templates are kept. msgspec decodes a new one with
 random numbers and a random name in it. If it returns them, the array is the prompt, and not part of a string, of a
-nested object or of a field that occurs twice, and so is the name. A kernel reads the real numbers.
+nested object or of a field that occurs twice, and so is the name. A kernel reads the real numbers. Bodies in msgpack
+have templates, too, if their numbers are bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -28,9 +30,13 @@ from kv_events.kernels.bundles import pin
 _MAX_KEPT, _TEXT_BYTES = 2**12, 2**20
 """Bounds on the templates that are kept, and on the text of those of a table. What is full is cleared."""
 _AUTHORIZATION = 3
-_SENTINELS = [secrets.randbits(32) for _ in range(3)]
 _SENTINEL_NAME = secrets.token_hex(16)
-"""Numbers and a name that no client can know."""
+_SENTINEL_BYTES = secrets.token_bytes(24)
+"""A name and numbers that no client can know."""
+_AS_TOKENS, _AS_HASHES = (np.frombuffer(_SENTINEL_BYTES, dtype).tolist() for dtype in ("<u4", "<u8"))
+_IN_JSON = ",".join(map(str, _AS_TOKENS)).encode(), (_AS_TOKENS,)
+_PACKED = msgspec.msgpack.encode(_SENTINEL_BYTES), (_AS_TOKENS, _AS_HASHES)
+"""Texts of the numbers, and as what they may be read."""
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -42,9 +48,9 @@ class BodyTemplate(NamedTuple, Generic[Question]):
 
     question: Question
     before: bytes
-    """What comes before the numbers, up to the "["."""
+    """What comes before the numbers: up to the "[", or up to the head of the bytes."""
     after: bytes
-    """What must follow the numbers, from the "]" on."""
+    """What must follow the numbers: from the "]" on, or from the end of the bytes."""
     pieces: tuple[bytes, bytes, bytes, bytes]
     """`before` up to the name of the request and after it, and `after` likewise. The second piece of each is empty if
     the name is not there.
@@ -52,32 +58,41 @@ class BodyTemplate(NamedTuple, Generic[Question]):
 
 
 class TemplateCache(Generic[Question]):
-    """Recognises the JSON bodies of one route."""
+    """Recognises the bodies of one route in one format."""
 
-    def __init__(self, fields: Collection[str], decode: Callable[[bytes], tuple[Question, Iterable[int]]]) -> None:
+    def __init__(
+        self,
+        fields: Collection[str],
+        decode: Callable[[bytes], tuple[Question, Iterable[int]]],
+        *,
+        is_packed: bool = False,
+    ) -> None:
         """fields: names of the arrays that the route accepts as a prompt. decode: returns the question of a body and
-        the numbers of its prompt, or raises ProblemError.
+        the numbers of its prompt, or raises ProblemError. is_packed: the bodies are msgpack and the numbers bytes.
         """
         self._decode = decode
-        self._array = re.compile(rb'"(?:%s)" ?: ?\[' % "|".join(fields).encode())
+        array = re.compile(rb'"(?:%s)" ?: ?\[' % "|".join(fields).encode())
+        self._find = recognise.packed_numbers if is_packed else partial(_json_numbers, array)
+        self._sentinels = _PACKED if is_packed else _IN_JSON
         self._name = re.compile(recognise.NAME_PATTERN)
         self._last: dict[bytes, BodyTemplate[Question]] = {}  # by the text before the numbers, the newest one
         self._kept: dict[tuple[bytes, ...], Question | None] = {}  # by the pieces
 
-    def expected(self, data: bytes, start: int) -> BodyTemplate[Question] | None:
-        """Return the template that the body data[start:] is likely to have, judged by its beginning and its end."""
+    def expected(self, data: bytes, start: int) -> tuple[BodyTemplate[Question], int] | None:
+        """Return the template that the body data[start:] is likely to have, judged by its beginning and its end, and
+        where the numbers begin. None: there is none, or the body is msgpack.
+        """
+        if not self._last:
+            return None
         last = self._last.get(data[start : data.find(b"[", start) + 1])
-        return last if last is not None and data.endswith(last.after) else None
+        return (last, start + len(last.before)) if last is not None and data.endswith(last.after) else None
 
-    def read(self, data: bytes, start: int) -> BodyTemplate[Question] | None:
-        """Return the template of the body data[start:], or None if msgspec must decode it."""
-        found = self._array.search(data, start)
-        if found is None:
+    def read(self, data: bytes, start: int) -> tuple[BodyTemplate[Question], int] | None:
+        """Return the template of the body data[start:], and where the numbers begin. None: msgspec must decode it."""
+        stop, first, end = self._find(data, start, len(data))
+        if stop < 0 or stop - start + len(data) - end > recognise.MAX_TEMPLATE_BYTES:
             return None
-        first, end = found.end(), data.find(b"]", found.end())
-        if end < 0 or first - start + len(data) - end > recognise.MAX_TEMPLATE_BYTES:
-            return None
-        before, after = data[start:first], data[end:]
+        before, after = data[start:stop], data[end:]
         name, pieces = self._split(before, after)
         if pieces not in self._kept:
             _keep(self._kept, pieces, self._question(*pieces))
@@ -88,9 +103,9 @@ class TemplateCache(Generic[Question]):
             named = msgspec.structs.replace(cast(msgspec.Struct, question), selection_id=name.decode())
             question = cast(Question, named)
         template = BodyTemplate(question, before, after, pieces)
-        if not name and before.index(b"[") == len(before) - 1:
+        if not name and before.find(b"[") == len(before) - 1:
             _keep(self._last, before, template)
-        return template
+        return template, first
 
     def _split(self, before: bytes, after: bytes) -> tuple[bytes, tuple[bytes, bytes, bytes, bytes]]:
         """Return the name of a request, empty if a kernel cannot read it, and the pieces of its template."""
@@ -102,16 +117,23 @@ class TemplateCache(Generic[Question]):
 
     def _question(self, before: bytes, before_rest: bytes, after: bytes, after_rest: bytes) -> Question | None:
         """Return the question of a new template, or None if msgspec must decode bodies that have it."""
-        name, numbers = _SENTINEL_NAME.encode(), ",".join(map(str, _SENTINELS)).encode()
+        name, (numbers, readings) = _SENTINEL_NAME.encode(), self._sentinels
         body = before + (name + before_rest if before_rest else b"") + numbers + after
         try:
             question, found = self._decode(body + (name + after_rest if after_rest else b""))
         except ProblemError:
             return None
         is_named = bool(before_rest or after_rest)
-        if list(found) != _SENTINELS or (is_named and getattr(question, "selection_id", None) != _SENTINEL_NAME):
+        if list(found) not in readings or (is_named and getattr(question, "selection_id", None) != _SENTINEL_NAME):
             return None
         return question
+
+
+def _json_numbers(array: re.Pattern[bytes], data: bytes, start: int, _stop: int) -> tuple[int, int, int]:
+    """See `recognise.packed_numbers`. array: what comes before numbers. The first index is that of the second."""
+    found = array.search(data, start)
+    end = -1 if found is None else data.find(b"]", found.end())
+    return (-1, -1, -1) if found is None or end < 0 else (found.end(), found.end(), end)
 
 
 def _keep(kept: dict[_Key, _Value], key: _Key, value: _Value) -> None:
@@ -125,6 +147,8 @@ class RequestTemplate(NamedTuple):
 
     path: str
     """Empty: the requests have no body."""
+    content_type: str
+    """`Caller.content_type`."""
     question: Any
     """As the route of the path decodes it. Without a body: the last of `Head.parameters`."""
     pieces: tuple[bytes, ...]
@@ -141,7 +165,7 @@ class RequestTemplate(NamedTuple):
         if max(template.before.count(b"["), template.after.count(b"]")) > recognise.MOST_ARRAYS:
             return None
         pieces = (request_line(head.path), *head.caller.lines, *template.pieces)
-        found = cls(head.path, template.question, pieces, generation)
+        found = cls(head.path, head.caller.content_type, template.question, pieces, generation)
         has_odd_name = getattr(template.question, "selection_id", None) and not found.is_named
         return None if has_odd_name else found  # a kernel would not see the name, and would give another one
 
@@ -151,7 +175,7 @@ class RequestTemplate(NamedTuple):
         (_, host, token), (*_, step) = head.caller.lines, head.parameters
         rest = b"%b HTTP/1.1\r\n" % (b"" if step is None else b"/" + step)
         begin = recognise.LINES_BEFORE_NAMES[step is not None]
-        return cls("", step, (begin, b"", host, token, rest, b"", b"", b""), generation)
+        return cls("", "", step, (begin, b"", host, token, rest, b"", b"", b""), generation)
 
     @property
     def is_named(self) -> bool:

@@ -25,10 +25,11 @@ from api.fast.kernels.answer import (
 )
 from api.fast.kernels.connections import SocketBuffers, answer_requests
 from api.fast.kernels.query import (
+    IN_ARRAY,
     LOCAL_HASHES,
     SEQUENCE_HASHES,
-    TEXT,
     TOKENS,
+    Given,
     QueryBuffers,
     Seeds,
     Times,
@@ -36,7 +37,6 @@ from api.fast.kernels.query import (
 )
 from api.fast.kernels.text import MARGIN, Texts
 from api.queries.answers import hint_of
-from api.queries.kernels.numbers import read_hashes
 from indexer.freshness import Freshness
 from indexer.kernels.find import PageLookup
 from indexer.namespaces import KeptGroups, Namespace
@@ -54,25 +54,23 @@ _UINT8 = np.dtype(np.uint8)
 
 _PEER_BEGIN = b'{"scores":{'
 _FRAME_BYTES = 256
-_GIVEN = {
+UNITS = {
     "token_ids": TOKENS,
     "block_hashes": LOCAL_HASHES,
     "seq_hashes": SEQUENCE_HASHES,
     "block_hash": SEQUENCE_HASHES,
 }
+"""What the numbers of a prompt are, by field."""
 _NO_TOKENS, _NO_HASHES = np.zeros(0, np.uint32), np.zeros(0, np.uint64)
 
 
 class GivenPrompt(NamedTuple):
-    """How `answer_query` gets a prompt. See `prompt_of` and `AnswerWriter.prompt_of_text`."""
+    """How `answer_query` gets a prompt: its parameters."""
 
-    kind: int
+    given: Given
     text: bytes = b""
-    """JSON with its numbers."""
     start: int = 0
-    """Index after the "[" of the text."""
-    end: int = 0
-    """Index of the "]" of the text."""
+    stop: int = 0
     tokens: PromptArray = _NO_TOKENS
     hashes: PromptArray = _NO_HASHES
 
@@ -111,8 +109,8 @@ RFC = layout_of(RfcInstance(**_SHARED, dp={_RANK: _RANK_TOKENS}, state=_STATE)) 
 
 def prompt_of(question: ParsedQuery, numbers: PromptArray) -> GivenPrompt:
     """Return a prompt whose numbers are in an array."""
-    kind = _GIVEN[question.field]
-    return GivenPrompt(kind, tokens=numbers) if kind == TOKENS else GivenPrompt(kind, hashes=numbers)
+    given = UNITS[question.field], IN_ARRAY
+    return GivenPrompt(given, tokens=numbers) if given[0] == TOKENS else GivenPrompt(given, hashes=numbers)
 
 
 class AnswerWriter:
@@ -123,19 +121,7 @@ class AnswerWriter:
         self._tables: dict[int, _KeptTable] = {}  # by the id of a namespace, while it exists
         self._buffers = QueryBuffers.new()
         self._pinned = pin(self._buffers)
-        self._hashes = np.empty(MAX_HASHES_PER_QUERY, np.uint64)
         self._plan: Plan | None = None
-
-    def prompt_of_text(self, question: ParsedQuery, text: bytes, start: int, end: int) -> GivenPrompt | None:
-        """Return a prompt whose numbers are in a JSON text, from the index after the "[" to that of the "]".
-
-        It is valid until the next call. None: the text must be read in another way.
-        """
-        if question.field == "token_ids":
-            return GivenPrompt(TEXT, text, start, end)
-        kind = _GIVEN[question.field]
-        count, stop = read_hashes(text, start, self._hashes, kind == LOCAL_HASHES)
-        return GivenPrompt(kind, hashes=self._hashes[:count]) if stop == end else None
 
     def write(
         self, question: ParsedQuery, prompt: GivenPrompt, namespace: Namespace, freshness: Freshness, now: float
@@ -145,11 +131,11 @@ class AnswerWriter:
         None: a text must be read in another way, or a number of the answer needs the general encoder.
         """
         times = (now, *freshness.bounds())
-        length, end, num_positions = self.plan(question, namespace).answer(prompt, times, finds_only=False)
-        if length < 0 or end != prompt.end:
+        length, num_positions = self.plan(question, namespace).answer(prompt, times, finds_only=False)
+        if length < 0:
             return None
         answer, block_size = self._buffers.out[:length].tobytes(), namespace.key.block_size
-        if question.is_peer and prompt.kind in (TEXT, TOKENS) and num_positions < block_size:
+        if question.is_peer and prompt.given[0] == TOKENS and num_positions < block_size:
             hint = msgspec.json.encode(hint_of(question, num_positions, [block_size]))
             answer = b'%b,"hint":%b}' % (answer[:-1], hint)
         return answer
@@ -162,15 +148,15 @@ class AnswerWriter:
         None: a text must be read in another way.
         """
         times = (0.0, *freshness.bounds())
-        num_found, end, num_positions = self.plan(question, namespace).answer(prompt, times, finds_only=True)
-        if end != prompt.end:
+        num_found, num_positions = self.plan(question, namespace).answer(prompt, times, finds_only=True)
+        if num_positions < 0:
             return None
-        buffers, kind, block_size = self._buffers, prompt.kind, namespace.key.block_size
-        if kind in (TEXT, TOKENS):
+        buffers, given, block_size = self._buffers, prompt.given, namespace.key.block_size
+        if given[0] == TOKENS:
             num_pages, num_tokens = num_positions // block_size, num_positions + question.is_bigram
         else:
             num_pages, num_tokens = num_positions, num_positions * block_size
-        hashes = prompt.hashes if kind == SEQUENCE_HASHES else buffers.hashes[:num_pages]
+        hashes = prompt.hashes if given == (SEQUENCE_HASHES, IN_ARRAY) else buffers.hashes[:num_pages]
         return Found(hashes, num_tokens, buffers.streams[:num_found], buffers.pages)
 
     def plan(self, question: ParsedQuery, namespace: Namespace) -> Plan:
@@ -258,21 +244,31 @@ class Plan(NamedTuple):
             and question.weights == mine.weights
         )
 
-    def answer(self, prompt: GivenPrompt, times: Times, *, finds_only: bool) -> tuple[int, int, int]:
+    def answer(self, prompt: GivenPrompt, times: Times, *, finds_only: bool) -> tuple[int, int]:
         """Call `answer_query`."""
-        kind, text, start, _, tokens, hashes = prompt
+        given, text, start, stop, tokens, hashes = prompt
         block_size, is_bigram, has_weights, begin = self.numbers
-        question = (kind, block_size, is_bigram, has_weights, int(finds_only), begin)
-        return answer_query(
-            text, start, tokens, hashes, question, self.seeds, self.lookup, self.buffers, self.table, self.layout, times
-        )
+        question = (given, block_size, is_bigram, has_weights, int(finds_only), begin)
+        query = question, self.seeds, self.lookup, self.buffers, self.table, self.layout, times
+        return answer_query(text, start, stop, tokens, hashes, *query)
+
+
+class DirectQueries(NamedTuple):
+    """How requests of direct connections are answered: those that ask the same about different prompts."""
+
+    plan: Plan
+    given: Given
+
+    @property
+    def answer_bytes(self) -> int:
+        """See `Plan`."""
+        return self.plan.answer_bytes
 
     def answer_requests(self, sockets: SocketBuffers, count: int, head_size: int, times: Times) -> int:
         """Call the kernel of this name."""
-        sizes = (count, head_size, self.answer_bytes)
-        return answer_requests(
-            sockets, sizes, self.numbers, self.seeds, self.lookup, self.buffers, self.table, self.layout, times
-        )
+        plan, sizes = self.plan, (count, head_size, self.plan.answer_bytes)
+        query = plan.numbers, plan.seeds, plan.lookup, plan.buffers, plan.table, plan.layout, times
+        return answer_requests(sockets, sizes, self.given, *query)
 
 
 class _KeptTable(NamedTuple):

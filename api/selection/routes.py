@@ -13,9 +13,10 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from api.access.rate_limits import TenantRates
-from api.fast.fast_path import TextRoute
+from api.fast.fast_path import TemplateRoute
+from api.fast.kernels.query import JSON_TOKENS
 from api.fast.templates import TemplateCache
-from api.fast.writer import AnswerWriter, prompt_of
+from api.fast.writer import AnswerWriter, GivenPrompt, prompt_of
 from api.problems import ProblemError, ProblemKind
 from api.prompts.renderer import PromptRenderer
 from api.queries.body_formats import JSON, Body, BodyFormat, decode_as
@@ -79,11 +80,11 @@ class SelectionRoutes:
         own = {path: RawEndpoint(handler, self._max_body_bytes) for path, handler in handlers.items()}
         return own | self.reservations.endpoints()
 
-    def text_routes(self) -> dict[str, TextRoute[SelectRequest]]:
+    def text_routes(self) -> dict[str, TemplateRoute[SelectRequest]]:
         """Path -> how JSON bodies with tokens are answered."""
         templates = TemplateCache(("token_ids",), _decoded_text)
         return {
-            path: TextRoute(
+            path: TemplateRoute(
                 templates,
                 partial(self._answer, is_reserving=is_reserving),
                 partial(self._plan, is_reserving=is_reserving),
@@ -93,8 +94,8 @@ class SelectionRoutes:
 
     def _answer(self, request: SelectRequest, text: bytes, start: int, end: int, *, is_reserving: bool) -> bytes | None:
         namespace, question = self._namespace(request), question_of(request, "token_ids")
-        prompt = self._writer.prompt_of_text(question, text, start, end)
-        found = None if prompt is None else self._writer.find(question, prompt, namespace, self._served.freshness)
+        prompt = GivenPrompt(JSON_TOKENS, text, start, end)
+        found = self._writer.find(question, prompt, namespace, self._served.freshness)
         if found is None:
             return None
         if request.isl_tokens is not None:

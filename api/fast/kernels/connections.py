@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from api.fast.kernels.answer import Layout, StreamTable
-from api.fast.kernels.query import TEXT, QueryBuffers, Seeds, Times, answer_query
+from api.fast.kernels.query import TOKENS, Given, QueryBuffers, Seeds, Times, answer_query
 from api.fast.kernels.recognise import BEGIN, END, NUMBERS, NUMBERS_END, Templates, recognise
 from api.fast.kernels.text import Texts, put_number, put_piece
 from indexer.kernels.find import PageLookup
@@ -125,6 +125,7 @@ def send_answer(sockets: SocketBuffers, number: int, at: int, body: U8Vector, nu
 def answer_requests(
     sockets: SocketBuffers,
     sizes: tuple[int, int, int],
+    given: Given,
     numbers: tuple[int, int, int, int],
     seeds: Seeds,
     lookup: PageLookup,
@@ -136,13 +137,13 @@ def answer_requests(
     """Answer requests with the same template.
 
     sizes: number of `sockets.members`, bytes of the fixed part of `sockets.head`, bound on the bytes of an answer.
-    numbers: block size, 1 for pages of token pairs or 0, 1 if `buffers.weights` counts or 0, bytes at the beginning of
-    `buffers.out` that the caller has written. The others: as for `answer`. Returns the number of requests that were
-    answered completely. All have an outcome.
+    given: how the prompts are given. numbers: block size, 1 for pages of token pairs or 0, 1 if `buffers.weights`
+    counts or 0, bytes at the beginning of `buffers.out` that the caller has written. The others: as for `answer_query`.
+    Returns the number of requests that were answered completely. All have an outcome.
     """
     count, head_size, answer_bytes = sizes
     block_size, is_bigram, has_weights, begin = numbers
-    question = (int64(TEXT), block_size, is_bigram, has_weights, int64(0), begin)
+    question = (given, block_size, is_bigram, has_weights, int64(0), begin)
     others = (buffers.tokens[:0], buffers.hashes[:0], question, seeds, lookup, buffers, table, layout, times)
     at, answered = int64(0), 0
     for i in range(count):
@@ -151,10 +152,11 @@ def answer_requests(
         if at + sockets.head.shape[0] + answer_bytes > sockets.rests.shape[0]:
             continue
         borders = sockets.borders[number]
-        length, end, num_positions = answer_query(sockets.data[: borders[END]], borders[NUMBERS], *others)
-        if length < 0 or end != borders[NUMBERS_END]:
+        data, start, stop = sockets.data[: borders[END]], borders[NUMBERS], borders[NUMBERS_END]
+        length, num_positions = answer_query(data, start, stop, *others)
+        if length < 0:
             continue
-        if num_positions < block_size and layout.has_scores[0]:  # the answer needs a hint
+        if given[0] == TOKENS and num_positions < block_size and layout.has_scores[0]:  # the answer needs a hint
             continue
         at = send_answer(sockets, number, at, buffers.out, length, head_size)
         answered += sockets.outcomes[number] == ANSWERED

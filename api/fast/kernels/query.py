@@ -6,13 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from api.fast.kernels.answer import Layout, StreamTable, put_answer
-from api.queries.kernels.numbers import read_tokens
+from api.queries.kernels.numbers import read_hashes, read_tokens
 from indexer.kernels.find import PageLookup, find
 from indexer.kernels.reuse import UNKNOWN, shorten
 from kv_events.kernels.bundles import (
     BytesInput,
     F64Vector,
     I32Vector,
+    U8Input,
     U8Vector,
     U32Input,
     U32Matrix,
@@ -20,21 +21,27 @@ from kv_events.kernels.bundles import (
     U64Input,
     U64Vector,
 )
-from kv_events.kernels.declare import kernel
+from kv_events.kernels.declare import inline_helper, kernel
 from kv_events.kernels.numbers import U64, int64, uint64
 from kv_events.kernels.xxh3 import LONG_STATE_WORDS, hash_windows, roll
+from kv_events.limits import MAX_HASHES_PER_QUERY
 from kv_events.schema import NUM_MEDIA
 
-TEXT, TOKENS, LOCAL_HASHES, SEQUENCE_HASHES = range(4)
-"""How a prompt is given: as JSON numbers, or as an array of tokens or hashes."""
+TOKENS, LOCAL_HASHES, SEQUENCE_HASHES = range(3)
+"""What the numbers of a prompt are."""
+IN_JSON, PACKED, IN_ARRAY = range(3)
+"""Where they are: in a JSON text, in bytes (little-endian u32 or u64), or in an array."""
 
 MAX_TOKENS_OF_TEXT = 2**17
-"""Longer texts must be read in another way."""
+"""More tokens in JSON or in bytes must be read in another way."""
 
 _NO_PARENT = uint64(0)
 
 
-Question: TypeAlias = tuple[int, int, int, int, int, int]
+Given: TypeAlias = tuple[int, int]
+"""What the numbers of a prompt are, and where, see `TOKENS` and `IN_JSON`."""
+JSON_TOKENS: Given = (TOKENS, IN_JSON)
+Question: TypeAlias = tuple[Given, int, int, int, int, int]
 """See `answer_query`, as for the next two."""
 Seeds: TypeAlias = tuple[U64, U64]
 Times: TypeAlias = tuple[float, float, float, float]
@@ -44,11 +51,11 @@ class QueryBuffers(NamedTuple):
     """The memory in which one thread answers queries."""
 
     read: U32Vector
-    """The tokens of a text."""
+    """The tokens of a text or of bytes."""
     tokens: U32Input
     """The same memory."""
     rolled: U64Vector
-    """The sequence hashes of tokens or of local hashes."""
+    """The sequence hashes of tokens or of local hashes, and the hashes of a text or of bytes."""
     hashes: U64Input
     """The same memory."""
     long_state: U64Vector
@@ -99,10 +106,37 @@ def _written_and_read(size: int, dtype: type[np.generic]) -> tuple[npt.NDArray[A
     return written, read
 
 
+@inline_helper
+def _copy(data: U8Input, start: int, stop: int, out: U8Vector) -> None:
+    for i in range(stop - start):
+        out[i] = data[start + i]
+
+
+@inline_helper
+def _read(text: U8Input, start: int, stop: int, given: Given, buffers: QueryBuffers) -> int:
+    """Read the numbers in `text[start:stop]`. Returns how many there are, -1 if they must be read in another way."""
+    unit, form = given
+    if form == PACKED:
+        out, most = buffers.read.view(np.uint8), 4 * buffers.read.shape[0]
+        if unit != TOKENS:
+            out, most = buffers.rolled.view(np.uint8), int64(8 * MAX_HASHES_PER_QUERY)
+        size, num_bytes = 4 if unit == TOKENS else 8, stop - start
+        if num_bytes % size > 0 or num_bytes > most:
+            return int64(-1)
+        _copy(text, start, stop, out)
+        return num_bytes // size
+    if unit == TOKENS:
+        count, end = read_tokens(text, start, buffers.read)
+    else:
+        count, end = read_hashes(text, start, buffers.rolled[:MAX_HASHES_PER_QUERY], unit == LOCAL_HASHES)
+    return count if end == stop else int64(-1)
+
+
 @kernel
 def answer_query(
     text: BytesInput,
     start: int,
+    stop: int,
     tokens: U32Input,
     hashes: U64Input,
     question: Question,
@@ -112,32 +146,33 @@ def answer_query(
     table: StreamTable,
     layout: Layout,
     times: Times,
-) -> tuple[int, int, int]:
+) -> tuple[int, int]:
     """Answer a query about one namespace.
 
-    text: for TEXT: the numbers from index `start` on, after the "[". tokens: uint32[n], for TOKENS. hashes:
-    uint64[n], for LOCAL_HASHES and SEQUENCE_HASHES. question: how the prompt is given, block size, 1 for pages of token
+    text: has the numbers at `text[start:stop]`, unless they are in an array. A "]" follows those of JSON. tokens:
+    uint32[n], hashes: uint64[n], for an array. question: how the prompt is given, block size, 1 for pages of token
     pairs or 0, 1 if `buffers.weights` counts or 0, 1 to find only or 0, bytes at the beginning of `buffers.out` that
     the caller has written. seeds: of local hashes, of sequence hashes. times: see `put_answer`.
 
-    Returns (bytes of the answer, index of the "]" in the text, number of the prompt's tokens or token pairs, or of its
-    hashes). The bytes are -1 if a weighted number needs another form. The index is -1 if the text must be read in
-    another way. To find only: the number of streams that can reuse anything, in place of the bytes.
+    Returns (bytes of the answer, number of the prompt's tokens or token pairs, or of its hashes). The bytes are -1 if a
+    weighted number needs another form. Both are -1 if the numbers must be read in another way. To find only: the number
+    of streams that can reuse anything, in place of the bytes.
     """
-    kind, block_size, is_bigram, has_weights, finds_only, begin = question
-    end, num_positions, num_units = start, len(hashes), int64(UNKNOWN)
-    if kind == TEXT:
-        count, end = read_tokens(text, start, buffers.read)
-        if end < 0:
-            return int64(-1), end, int64(0)
-        tokens = buffers.tokens[:count]
-    if kind <= TOKENS:
+    given, block_size, is_bigram, has_weights, finds_only, begin = question
+    unit, form = given
+    if form != IN_ARRAY:
+        count = _read(text, start, stop, given, buffers)
+        if count < 0:
+            return int64(-1), int64(-1)
+        tokens, hashes = buffers.tokens[:count], buffers.hashes[:count]
+    num_positions, num_units = len(hashes), int64(UNKNOWN)
+    if unit == TOKENS:
         num_positions = num_units = max(int64(0), len(tokens) - is_bigram)
         rolled = buffers.rolled[: num_positions // block_size]
         hash_windows(tokens, block_size + is_bigram, block_size, seeds[0], buffers.long_state, rolled)
         roll(rolled, seeds[1], _NO_PARENT, False, rolled)
         hashes = buffers.hashes[: len(rolled)]
-    elif kind == LOCAL_HASHES:
+    elif unit == LOCAL_HASHES:
         roll(hashes, seeds[1], _NO_PARENT, False, buffers.rolled)
         hashes = buffers.hashes[: len(hashes)]
     streams, pages = buffers.streams, buffers.pages
@@ -146,7 +181,7 @@ def answer_query(
         prompt, bounds = (block_size, num_units), (times[1], times[2], times[3])
         found = shorten(table.groups, hashes, prompt, bounds, streams, found, pages)
     if finds_only:
-        return found, end, int64(num_positions)
+        return found, int64(num_positions)
     weights = buffers.weights[: has_weights * NUM_MEDIA]
     length = put_answer(buffers.out, begin, table, layout, times, streams[:found], pages, block_size, weights)
-    return int64(length), end, int64(num_positions)
+    return int64(length), int64(num_positions)

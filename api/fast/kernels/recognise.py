@@ -6,6 +6,11 @@ has one.
     POST /query HTTP/1.1\\r\\n...\\r\\n\\r\\n{..."token_ids":[ | 1,2,3 | ],"selection_id":" | a-17 | "}
     line                  lines            before           numbers  after               name   rest
 
+The numbers of a msgpack body are bytes, the first ones that are a value of the map. Their head is no piece:
+
+    POST /query HTTP/1.1\\r\\n...\\r\\n\\r\\n82 a9 token_ids | c4 08 | 01 00 00 00 02 00 00 00 | aa model_name a1 6d
+    line                  lines            before                 numbers                   after
+
 Requests that say how a reservation goes on have no body, and the name is in the line:
 
     POST /reservations/ | a-17 | /prefill_complete HTTP/1.1\\r\\n...\\r\\n\\r\\n
@@ -27,10 +32,12 @@ from api.fast.kernels.head import (
     read_head,
 )
 from api.fast.kernels.text import Texts
-from kv_events.kernels.bundles import BoolVector, I32Vector, I64Matrix, U8Input, U8Vector
+from kv_events.kernels.bundles import BoolVector, BytesInput, I32Vector, I64Matrix, U8Input, U8Vector
 from kv_events.kernels.byte_strings import equal_bytes, hash_bytes
 from kv_events.kernels.declare import helper, inline_helper, kernel
 from kv_events.kernels.instructions import eight_bytes
+from kv_events.kernels.msgpack import BIN, MAP, skip
+from kv_events.kernels.msgpack import read_head as read_msgpack
 from kv_events.kernels.numbers import U8, U64, int64, uint8, uint64
 
 UNRECOGNISED = -1
@@ -58,6 +65,7 @@ _LF, _OPEN, _CLOSE = (uint8(ord(char)) for char in "\n[]")
 _SPACE, _COLON, _QUOTE, _BACKSLASH, _LAST_PLAIN = (uint8(ord(char)) for char in ' :"\\~')
 _KEY_BEGIN, _KEY_END = (uint64(int.from_bytes(part, "big")) for part in (b'"selecti', b'tion_id"'))
 _KEY_BYTES, _END_AT = 14, 6
+_LEAST_PACKED = uint8(0x80)  # no JSON body begins with such a byte, all maps do
 _FAILED = -1
 
 
@@ -247,6 +255,40 @@ def _split_line(data: U8Vector, pieces: I64Matrix, borders: I64Matrix, number: i
     return True
 
 
+@kernel
+def packed_numbers(data: BytesInput, begin: int, stop: int) -> tuple[int, int, int]:
+    """Find the first bytes that are a value of the msgpack map `data[begin:stop]`.
+
+    Returns (index of their head, begin, end), or -1 three times if there are none. Other values are not checked.
+    """
+    kind, count, at = read_msgpack(data, begin, stop)
+    for _ in range(int64(count) if kind == MAP else int64(0)):
+        head = skip(data, at, stop)
+        if head < 0:
+            break
+        kind, size, at = read_msgpack(data, head, stop)
+        if kind == BIN:
+            return head, at, at + int64(size)
+        at = skip(data, head, stop)
+        if at < 0:
+            break
+    return int64(_FAILED), int64(_FAILED), int64(_FAILED)
+
+
+@helper
+def _packed_template(data: U8Vector, body: int, borders: I64Matrix, number: int, templates: Templates) -> int:
+    """Return the number of the template of a request with a msgpack body, see `recognise`."""
+    stop, pieces = borders[number, END], templates.pieces
+    head, start, end = packed_numbers(data, body, stop)
+    if head < 0 or head - body + stop - end > MAX_TEMPLATE_BYTES:
+        return int64(UNRECOGNISED)
+    _set(pieces, _BEFORE, body, head)
+    _set(pieces, _AFTER, end, stop)
+    borders[number, NUMBERS], borders[number, NUMBERS_END] = start, end
+    _split(data, pieces, borders, number)
+    return _template_of(data, templates)
+
+
 @helper
 def recognise(data: U8Vector, borders: I64Matrix, number: int, lines: I64Matrix, templates: Templates) -> int:
     """Return the number of a request's template, or UNRECOGNISED. Writes where its numbers are to `borders`.
@@ -257,6 +299,8 @@ def recognise(data: U8Vector, borders: I64Matrix, number: int, lines: I64Matrix,
     start = body = _read_head(data, borders[number, BEGIN], stop, lines, pieces)
     if body == stop and _split_line(data, pieces, borders, number):
         return _template_of(data, templates)
+    if 0 <= body < stop and data[body] >= _LEAST_PACKED:
+        return _packed_template(data, body, borders, number, templates)
     for _ in range(MOST_ARRAYS if body >= 0 else 0):
         start = _after_next(data, start, min(stop, body + MAX_TEMPLATE_BYTES), _OPEN)
         end, least = stop, max(start, stop - MAX_TEMPLATE_BYTES)

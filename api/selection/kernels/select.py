@@ -6,7 +6,7 @@ import numpy as np
 
 from api.fast.kernels.answer import CPU, EXTERNAL, GPU, Layout, StreamTable
 from api.fast.kernels.connections import ANSWERED, RETURNED, SocketBuffers, send_answer
-from api.fast.kernels.query import TEXT, QueryBuffers, Seeds, Times, answer_query
+from api.fast.kernels.query import JSON_TOKENS, QueryBuffers, Seeds, Times, answer_query
 from api.fast.kernels.recognise import END, NAME, NAME_END, NUMBERS, NUMBERS_END
 from api.fast.kernels.text import (
     COMMA,
@@ -266,7 +266,7 @@ def select_requests(
     choices.made[:] = 0
     expire(table.book, now_s, ttl_s)
     block_size, is_bigram, _, _ = numbers
-    question = (int64(TEXT), block_size, is_bigram, int64(0), int64(1), int64(0))
+    question = (JSON_TOKENS, block_size, is_bigram, int64(0), int64(1), int64(0))
     others = (buffers.tokens[:0], buffers.hashes[:0], question, seeds, lookup, buffers, streams, layout, times)
     at, answered = int64(0), 0
     for i in range(count):
@@ -275,8 +275,9 @@ def select_requests(
         if at + sockets.head.shape[0] + answer_bytes > sockets.rests.shape[0]:
             continue
         borders = sockets.borders[number]
-        num_found, end, num_positions = answer_query(sockets.data[: borders[END]], borders[NUMBERS], *others)
-        if end != borders[NUMBERS_END]:
+        data, start, stop = sockets.data[: borders[END]], borders[NUMBERS], borders[NUMBERS_END]
+        num_found, num_positions = answer_query(data, start, stop, *others)
+        if num_positions < 0:
             continue
         hashes, tokens = buffers.hashes[: num_positions // block_size], num_positions + is_bigram
         if is_booking and not _has_room(table, hashes.shape[0]):
