@@ -164,7 +164,7 @@ class AnswerWriter:
         plan = self._plan
         if plan is None or not plan.is_for(question, namespace):
             plan = self._planned(question, namespace)
-        elif question.seed == plan.seeds[0]:
+        elif (question.lora_name, question.cache_salt) == (plan.question.lora_name, plan.question.cache_salt):
             return plan
         state = long_hash_state(plan.numbers[0] + question.is_bigram, question.seed)
         self._buffers.long_state[: len(state)] = state

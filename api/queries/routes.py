@@ -172,10 +172,12 @@ async def read_body(request: Request, limit: int) -> Body:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise _too_large(limit)
-    body = bytearray()  # grows in place; to join many parts of a large body would hold up other callers
+    body: Body = b""
     async for chunk in request.stream():
         if len(body) + len(chunk) > limit:
             raise _too_large(limit)
+        if body and chunk:  # it grows in place; to join many parts of a large body would hold up other callers
+            body = bytearray(body) if isinstance(body, bytes) else body
         body += chunk
     return body
 

@@ -10,8 +10,8 @@ from kv_events.kernels.numbers import U64, int32, int64, uint32, uint64
 from kv_events.kernels.page_table import Table
 from kv_events.schema import NUM_MEDIA
 
-_STEP = 32
-"""Pages that are compared at once."""
+_FIRST_STEP, _LARGEST_STEP = 8, 32
+"""Pages that are compared at once: first few, because holder sets may change often, then more and more."""
 
 
 class PageLookup(NamedTuple):
@@ -79,12 +79,12 @@ def _num_alike(pages: PageLookup, entry: int, hashes: U64Input, start: int) -> i
     Steps of which a page differs do not count. They are loops without branches, for vector instructions.
     """
     held = pages.holders[entry]
-    count = int64(0)
+    count, size = int64(0), int64(_FIRST_STEP)
     most = min(hashes.shape[0] - start, pages.holders.shape[0] - 1 - entry)
     while count < most:
         wanted, keys = hashes[start + count :], pages.table.keys[entry + 1 + count :]
         holders = pages.holders[entry + 1 + count :]
-        step = min(most - count, _STEP)
+        step = min(most - count, size)
         differ, moved = uint64(0), uint32(0)
         for i in range(step):
             differ |= wanted[i] ^ keys[i]
@@ -92,6 +92,7 @@ def _num_alike(pages: PageLookup, entry: int, hashes: U64Input, start: int) -> i
         if differ | uint64(moved) != uint64(0):
             break
         count += step
+        size = min(2 * size, int64(_LARGEST_STEP))
     return count
 
 
@@ -137,7 +138,7 @@ def find(pages: PageLookup, hashes: U64Input, out_streams: I32Vector, out_pages:
         if i == retry_at:
             alike = _num_alike(pages, entry, hashes, i)
             i, entry = i + alike, entry + alike
-            retry_at = i + _STEP
+            retry_at = i + _FIRST_STEP
             if i == n:
                 break
         entry = look_up(pages.table, pages.holders, entry, hashes[i])

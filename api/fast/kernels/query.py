@@ -22,6 +22,7 @@ from kv_events.kernels.bundles import (
     U64Vector,
 )
 from kv_events.kernels.declare import inline_helper, kernel
+from kv_events.kernels.instructions import copy_sixteen
 from kv_events.kernels.numbers import U64, int64, uint64
 from kv_events.kernels.xxh3 import LONG_STATE_WORDS, hash_windows, roll
 from kv_events.limits import MAX_HASHES_PER_QUERY
@@ -108,7 +109,11 @@ def _written_and_read(size: int, dtype: type[np.generic]) -> tuple[npt.NDArray[A
 
 @inline_helper
 def _copy(data: U8Input, start: int, stop: int, out: U8Vector) -> None:
-    for i in range(stop - start):
+    at = int64(0)
+    while at + 16 <= stop - start:
+        copy_sixteen(out, at, data, start + at)
+        at += 16
+    for i in range(at, stop - start):
         out[i] = data[start + i]
 
 
