@@ -3,6 +3,9 @@
 import itertools
 import random
 
+import msgspec
+import numpy as np
+
 from tests.rigs.raw_http import QUERY, TOKENS, body_of, request
 
 USUAL = request(QUERY)
@@ -27,6 +30,11 @@ _BODIES = [
     b"\xff\x00",
     LAST,
 ]  # fmt: skip
+_PACKED = [
+    msgspec.msgpack.encode(body)
+    for tokens in (np.array(TOKENS, "<u4").tobytes(), b"\x05\0\0\0", b"", b"123", TOKENS)
+    for body in ({"model_name": "m", "token_ids": tokens}, {"token_ids": tokens, "model_name": "m", "is_eagle": True})
+]
 _PATHS = [
     b"/query", b"/query_by_hash", b"/query/batch", b"/health", b"/ready", b"/workers", b"/decisions", b"/register",
     b"/explain", b"/tokenize", b"/workers/1/resync",
@@ -95,6 +103,8 @@ def stream(seed: int, number: int) -> list[bytes]:
 def _request(choices: random.Random) -> bytes:
     if choices.random() < 0.3:
         return request(choices.choice(_BODIES[:6]), extra=_own_lines(choices))  # as `USUAL`, apart from the numbers
+    if choices.random() < 0.15:
+        return request(choices.choice(_PACKED), content_type="application/msgpack", extra=_own_lines(choices))
     body = choices.choice(_BODIES)
     method, path, version = b"POST", choices.choice(_PATHS[:3]), b"HTTP/1.1"
     if choices.random() < 0.3:

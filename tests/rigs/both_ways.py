@@ -60,24 +60,25 @@ class BothWays:
         template = self._fast_path.request_template(accepted, data, len(head))
         if template is not None:
             has_hint = b'"hint":' in answered  # which kernels do not write
-            assert self.agree_directly(template, [body, body], path) == [not has_hint] * 2
+            assert self.agree_directly(template, [body, body]) == [not has_hint] * 2
         return True
 
-    def agree_directly(self, template: RequestTemplate, bodies: list[bytes], path: str = "/query") -> list[bool]:
+    def agree_directly(self, template: RequestTemplate, bodies: list[bytes]) -> list[bool]:
         """Send bodies over a connection that is direct for some requests. Checks answers, and that nothing is lost.
 
         Returns whether each one was answered, and not returned to the owner of the connection.
         """
-        requests = [_HEAD % (path.encode(), len(body), b"application/json") + body for body in bodies]
+        path, content_type = template.path, template.content_type
+        requests = [_HEAD % (path.encode(), len(body), content_type.encode()) + body for body in bodies]
         answers = asyncio.run(self._ask_directly(template, requests))
         for body, answer in zip(bodies, answers, strict=True):
-            assert answer is None or answer == self._expected(body, path, "application/json"), body
+            assert answer is None or answer == self._expected(body, path, content_type), body
         return [answer is not None for answer in answers]
 
-    def template(self, body: bytes) -> RequestTemplate | None:
+    def template(self, body: bytes, content_type: str = "application/json") -> RequestTemplate | None:
         """Return what is alike in requests with such a body."""
-        head = _HEAD % (b"/query", len(body), b"application/json")
-        return self._fast_path.request_template(_head("/query", "application/json", len(body)), head + body, len(head))
+        head = _HEAD % (b"/query", len(body), content_type.encode())
+        return self._fast_path.request_template(_head("/query", content_type, len(body)), head + body, len(head))
 
     def read_into(self, data: npt.NDArray[np.uint8]) -> None:
         """Let requests of direct connections be read into this memory."""

@@ -5,20 +5,24 @@ import json
 import mmap
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from api.fast.kernels.query import MAX_TOKENS_OF_TEXT
 from api.problems import ProblemError
 from api.queries.body_formats import format_of
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from indexer.settings import IndexerSettings
+from kv_events.limits import MAX_HASHES_PER_QUERY
 from tests.rigs.both_ways import PROMPT, BothWays
 from tests.support.effort import num_examples
 from tests.support.log.hand_fed import HandFed
 
+MSGPACK = "application/msgpack"
 both_ways = BothWays(HandFed(IndexerSettings(max_pages=1000)))
 
 tokens = st.lists(st.integers(0, 2**17) | st.integers(-1, 2**32), max_size=5) | st.just(PROMPT)
@@ -54,10 +58,21 @@ def text_of(body: list[tuple[str, Any]], separator: tuple[str, str], *, is_ascii
     return ("{" + comma.join(encoded) + "}").encode()
 
 
-def check(data: bytes, fields: tuple[str, ...]) -> bool:
+def packed_of(body: list[tuple[str, Any]]) -> bytes:
+    """Encode the same as msgpack. Lists of numbers are bytes."""
+    parts = [b"\xdf" + len(body).to_bytes(4, "big")]
+    for name, value in body:
+        if name in numbers and isinstance(value, list):
+            bits = 32 if name == "token_ids" else 64
+            value = np.array([each % 2**bits for each in value], f"<u{bits // 8}").tobytes()
+        parts += msgspec.msgpack.encode(name), msgspec.msgpack.encode(value)
+    return b"".join(parts)
+
+
+def check(data: bytes, fields: tuple[str, ...], content_type: str = "application/json") -> bool:
     """Compare both ways for a body. Returns whether the fast path took it."""
     path = "/query" if fields == BY_TOKENS else "/query_by_hash"
-    return both_ways.agree(data, path)
+    return both_ways.agree(data, path, content_type)
 
 
 @settings(max_examples=num_examples(3_000))
@@ -66,6 +81,7 @@ def test_both_ways_agree(
     body: list[tuple[str, Any]], separator: tuple[str, str], is_ascii: bool, fields: tuple[str, ...]
 ) -> None:
     check(text_of(body, separator, is_ascii=is_ascii), fields)
+    check(packed_of(body), fields, MSGPACK)
 
 
 @settings(max_examples=num_examples(3_000))
@@ -84,6 +100,22 @@ def test_a_damaged_body_is_never_read_as_another_one(body: list[tuple[str, Any]]
         both_ways.agree_directly(template, [bytes(text)])
 
 
+@settings(max_examples=num_examples(3_000))
+@given(bodies, st.data())
+def test_damaged_msgpack_is_never_read_as_another_body(body: list[tuple[str, Any]], data: st.DataObject) -> None:
+    packed = bytearray(packed_of(body))
+    template = both_ways.template(bytes(packed), MSGPACK)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(packed)))
+        packed[at : at + data.draw(st.integers(0, 2))] = data.draw(
+            st.sampled_from([b"", b"\x80", b"\x81", b"\xc4\x04", b"\xc5", b"\xa1", b"\xdf", b"\0"])
+        )
+    for fields in (BY_TOKENS, BY_HASH):
+        check(bytes(packed), fields, MSGPACK)
+    if template is not None:
+        both_ways.agree_directly(template, [bytes(packed)])
+
+
 @pytest.mark.parametrize(
     ("body", "fields"),
     [
@@ -98,6 +130,7 @@ def test_a_damaged_body_is_never_read_as_another_one(body: list[tuple[str, Any]]
 def test_common_bodies_are_taken(body: dict[str, Any], fields: tuple[str, ...]) -> None:
     for separator in ((",", ":"), (", ", ": ")):
         assert check(text_of(list(body.items()), separator, is_ascii=True), fields)
+    assert check(packed_of(list(body.items())), fields, MSGPACK)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +152,9 @@ def test_an_array_in_another_place_is_read_by_the_decoder(text: bytes) -> None:
 
 def test_the_numbers_of_a_body_do_not_leak_into_the_next_one() -> None:
     for values in (PROMPT, [1, 2, 3, 4], PROMPT[:12]):
-        assert check(json.dumps({"model_name": "m", "token_ids": values}).encode(), BY_TOKENS)
+        body = {"model_name": "m", "token_ids": values}
+        assert check(json.dumps(body).encode(), BY_TOKENS)
+        assert check(packed_of(list(body.items())), BY_TOKENS, MSGPACK)
 
 
 def test_a_body_of_an_unknown_tenant_does_not_slow_down_those_that_begin_alike() -> None:
@@ -127,6 +162,32 @@ def test_a_body_of_an_unknown_tenant_does_not_slow_down_those_that_begin_alike()
     assert check(usual, BY_TOKENS)
     assert not check(usual.replace(b"]}", b'],"routing_group":"nobody"}'), BY_TOKENS)
     assert check(usual, BY_TOKENS)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        [("model_name", "m"), ("x", b"1234"), ("token_ids", [1])],
+        [("model_name", "m"), ("token_ids", [1]), ("token_ids", [2])],
+        [("model_name", "m"), ("x", {"token_ids": b"1234"})],
+        [("model_name", "m"), ("token_ids", b"123")],
+        [("model_name", "m"), ("token_ids", [1]), ("tier_weights", [2])],
+        [("token_ids", [1])],
+    ],
+)
+def test_bytes_in_another_place_are_read_by_the_decoder(body: list[tuple[str, Any]]) -> None:
+    assert not check(packed_of(body), BY_TOKENS, MSGPACK)
+
+
+@pytest.mark.parametrize(
+    ("field", "most", "fields"),
+    [("token_ids", MAX_TOKENS_OF_TEXT, BY_TOKENS), ("seq_hashes", MAX_HASHES_PER_QUERY, BY_HASH)],
+)
+def test_more_bytes_than_there_is_room_for_are_read_in_another_way(
+    field: str, most: int, fields: tuple[str, ...]
+) -> None:
+    taken = [packed_of([("model_name", "m"), (field, [7] * count)]) for count in (most, most + 1)]
+    assert [check(body, fields, MSGPACK) for body in taken] == [True, False]
 
 
 def test_an_error_is_that_of_the_decoder() -> None:

@@ -4,11 +4,14 @@ import asyncio
 import errno
 import select
 from contextlib import AsyncExitStack
+from typing import Any
 
+import msgspec
 import pytest
 
 from api.fast import connection, templates
 from api.fast.heads import Head
+from kvsight.prompts import Prompt
 from tests.rigs.api import listening
 from tests.rigs.raw_http import QUERY, TOKENS, Connect, a_service, body_of, connecting, prompts, request
 from tests.support.log.hand_fed import HandFed
@@ -30,6 +33,18 @@ async def test_requests_that_are_alike_do_not_reach_the_protocol(connect: Connec
     scrape = await single.ask(b"GET /metrics HTTP/1.1\r\nHost: h\r\n\r\n")
     count = 41 * (len(prompts()) + 2)
     assert b'kvsight_queries_total{route="/query"} %d.0' % count in scrape[2]
+
+
+@pytest.mark.parametrize("field", ["token_ids", "seq_hashes", "block_hashes"])
+async def test_queries_of_the_client_do_not_reach_the_protocol(field: str, connect: Connect, taken: list[Head]) -> None:
+    path = "/query" if field == "token_ids" else "/query_by_hash"
+    prompts: list[dict[str, Any]] = [{field: TOKENS[:end]} for end in range(4, 17)]
+    bodies = [msgspec.msgpack.encode(Prompt("m", **prompt).body()) for prompt in prompts]
+    queries = [request(body, path, "application/msgpack") for body in bodies]
+    line, single = await connect(), await connect()
+    for data in queries:
+        assert await line.ask(data) == await single.ask(data.replace(path.encode(), path.encode() + b"?"))
+    assert len(taken) == 2
 
 
 async def test_requests_that_vary_are_answered_by_kernels_once_each_was_seen(
