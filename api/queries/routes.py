@@ -173,7 +173,12 @@ async def read_body(request: Request, limit: int) -> Body:
     if announced.isdecimal() and int(announced) > limit:
         raise _too_large(limit)
     body: Body = b""
-    async for chunk in request.stream():
+    is_complete = False
+    while not is_complete:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk, is_complete = message.get("body", b""), not message.get("more_body", False)
         if len(body) + len(chunk) > limit:
             raise _too_large(limit)
         if body and chunk:  # it grows in place; to join many parts of a large body would hold up other callers
