@@ -8,10 +8,10 @@ query comes later, because the other members are asked. Their requests are answe
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 from api.access.rate_limits import RateLimit, TenantRates
 from api.access.tokens import TokenRegistry
@@ -22,7 +22,7 @@ from api.fast.kernels.query import IN_JSON, PACKED, Times
 from api.fast.local_answers import LocalAnswers
 from api.fast.templates import BodyTemplate, Question, RequestTemplate, TemplateCache
 from api.problems import ProblemError
-from api.queries.body_formats import CONTENT_TYPES, MSGPACK, BodyFormat
+from api.queries.body_formats import JSON, MSGPACK, is_large
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
 from api.telemetry.requests import end_request, start_request
@@ -35,8 +35,11 @@ from kv_events.runtime.tracing import open_spans
 logger = logging.getLogger(__name__)
 
 _RESERVE, _JSON = "/select_and_reserve", "application/json"
-_PACKED = frozenset({"application/msgpack", "application/x-msgpack"})
+_PACKED_TYPES = frozenset({"application/msgpack", "application/x-msgpack"})
 _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashed in another thread
+
+
+TextAnswer: TypeAlias = Callable[[Any, bytes, int, int], bytes | None]
 
 
 class GroupAnswers(NamedTuple):
@@ -52,9 +55,9 @@ class TemplateRoute(NamedTuple, Generic[Question]):
     """How the requests to one path are answered that have templates."""
 
     templates: TemplateCache[Question]
-    answer: Callable[[Question, bytes, int, int], bytes | None]
-    """Answers a request whose numbers are `data[start:end]`: the text between brackets, or bytes. Returns None, and has
-    changed nothing, if they must be read or answered in another way. Raises ProblemError.
+    answer: TextAnswer | None
+    """Answers a request whose numbers are the JSON text `data[start:end]`, between brackets. Returns None, and has
+    changed nothing, if it must be read or answered in another way. Raises ProblemError. None: bodies are decoded.
     """
     direct_plan: Callable[[Question], DirectPlan | None]
     """Returns how kernels answer such requests now, or None if they must not. Raises ProblemError."""
@@ -115,9 +118,16 @@ class FastPath:
         self._headers: list[tuple[bytes, bytes]] = []
         self._encoded_headers = b""
         self._routes: dict[tuple[str, str], TemplateRoute[Any]] = {}
+        self._fields = fields
         for path, names in fields.items():
-            for content_type, body_format in CONTENT_TYPES.items():
-                self._routes[path, content_type] = _query_route(answers, names, body_format)
+            self._routes[path, _JSON] = TemplateRoute(
+                TemplateCache(names, partial(decode_question, body_format=JSON, fields=names)),
+                answers.answer_text,
+                partial(answers.direct_plan, IN_JSON),
+            )
+            packed = TemplateCache(names, partial(decode_question, body_format=MSGPACK, fields=names), is_packed=True)
+            for content_type in _PACKED_TYPES:
+                self._routes[path, content_type] = TemplateRoute(packed, None, partial(answers.direct_plan, PACKED))
         if tenants is None:  # FastAPI counts those of tenants
             self._routes |= {(path, _JSON): route for path, route in selections.items()}
         # each request may be sampled, which the kernels of direct connections cannot decide
@@ -178,7 +188,7 @@ class FastPath:
     def _answer(self, head: Head, data: bytes, start: int) -> bytes | None:
         if self._group is not None:
             reply = self._group.members.get(head.path)
-            return None if reply is None or head.caller.content_type not in _PACKED else reply(data[start:])
+            return None if reply is None or head.caller.content_type not in _PACKED_TYPES else reply(data[start:])
         if head.is_of_page and head.path in ("", _RESERVE):
             return None  # FastAPI's middleware judges what pages of other sites ask for
         if not head.path:
@@ -186,22 +196,38 @@ class FastPath:
         route = self._routes.get((head.path, head.caller.content_type))
         if route is None:
             return None
+        if route.answer is None:
+            return self._answer_packed(head, data[start:])
         expected = route.templates.expected(data, start)
-        body = None if expected is None else self._answer_template(route, *expected, data)
+        body = None if expected is None else self._answer_template(route.answer, expected, data, start)
         if body is None:
             read = route.templates.read(data, start)
-            body = None if read is None or read == expected else self._answer_template(route, *read, data)
+            body = None if read is None or read == expected else self._answer_template(route.answer, read, data, start)
         return body
 
     def _answer_template(
-        self, route: TemplateRoute[Any], template: BodyTemplate[Any], first: int, data: bytes
+        self, answer: TextAnswer, template: BodyTemplate[Any], data: bytes, start: int
     ) -> bytes | None:
-        question = template.question
+        question, before, after, _ = template
         rate = self._rate(question)
         if rate is not None and rate.wait_s():
             return None
-        answer = route.answer(question, data, first, len(data) - len(template.after))
-        if answer is not None and rate is not None:
+        answered = answer(question, data, start + len(before), len(data) - len(after))
+        if answered is not None and rate is not None:
+            rate.note()
+        return answered
+
+    def _answer_packed(self, head: Head, body: bytes) -> bytes | None:
+        if is_large(body):
+            return None
+        question, numbers = decode_question(body, MSGPACK, self._fields[head.path])
+        if question.is_detailed:
+            return None  # the answer is not JSON
+        rate = self._rate(question)
+        if rate is not None and rate.wait_s():
+            return None
+        answer = self._answers.answer_one(question, numbers)
+        if rate is not None:
             rate.note()
         return answer
 
@@ -218,8 +244,8 @@ class FastPath:
         if not head.path:
             return RequestTemplate.without_body(head, self.heads.generation)
         route = self._routes.get((head.path, head.caller.content_type))
-        read = None if route is None else route.templates.read(data, start)
-        found = None if read is None else RequestTemplate.of(head, read[0], self.heads.generation)
+        template = None if route is None else route.templates.read(data, start)
+        found = None if template is None else RequestTemplate.of(head, template, self.heads.generation)
         return None if found is None or self._plan(found) is None else found
 
     def _plan(self, template: RequestTemplate) -> DirectPlan | None:
@@ -251,14 +277,3 @@ class FastPath:
             self._headers = headers
             self._encoded_headers = b"".join(b"%b: %b\r\n" % header for header in headers)
         return self._encoded_headers
-
-
-def _query_route(answers: LocalAnswers, fields: Collection[str], body_format: BodyFormat) -> TemplateRoute[ParsedQuery]:
-    """Return how queries in a format are answered. fields: those that may be the prompt."""
-    is_packed = body_format is MSGPACK
-    decode, form = partial(decode_question, body_format=body_format, fields=fields), PACKED if is_packed else IN_JSON
-    return TemplateRoute(
-        TemplateCache(fields, decode, is_packed=is_packed),
-        partial(answers.answer_text, form),
-        partial(answers.direct_plan, form),
-    )

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+from api.fast.kernels.query import IN_JSON
 from api.fast.writer import UNITS, AnswerWriter, DirectQueries, GivenPrompt, prompt_of
 from api.problems import ProblemError
 from api.queries.answers import Answered, general_answer, namespaces_of
@@ -49,16 +50,16 @@ class LocalAnswers:
                 return written
         return general_answer(question, numbers, asked, freshness, now)
 
-    def answer_text(self, form: int, question: ParsedQuery, text: bytes, start: int, end: int) -> bytes | None:
-        """See `TemplateRoute`. form: where the numbers are, see `api.fast.kernels.query`."""
+    def answer_text(self, question: ParsedQuery, text: bytes, start: int, end: int) -> bytes | None:
+        """See `TemplateRoute`."""
         asked = self._namespaces_of(question)
         if len(asked) > 1 or not question.is_usual:
             return None
-        prompt = GivenPrompt((UNITS[question.field], form), text, start, end)
+        prompt = GivenPrompt((UNITS[question.field], IN_JSON), text, start, end)
         return self._writer.write(question, prompt, asked[0], self._served.freshness, self._served.now())
 
     def direct_plan(self, form: int, question: ParsedQuery) -> DirectQueries | None:
-        """See `TemplateRoute`."""
+        """See `TemplateRoute`. form: where the numbers are, see `api.fast.kernels.query`."""
         asked = self._namespaces_of(question)
         if len(asked) > 1 or not question.is_usual:
             return None

@@ -34,8 +34,8 @@ _SENTINEL_NAME = secrets.token_hex(16)
 _SENTINEL_BYTES = secrets.token_bytes(24)
 """A name and numbers that no client can know."""
 _AS_TOKENS, _AS_HASHES = (np.frombuffer(_SENTINEL_BYTES, dtype).tolist() for dtype in ("<u4", "<u8"))
-_IN_JSON = ",".join(map(str, _AS_TOKENS)).encode(), (_AS_TOKENS,)
-_PACKED = msgspec.msgpack.encode(_SENTINEL_BYTES), (_AS_TOKENS, _AS_HASHES)
+_JSON_SENTINELS = ",".join(map(str, _AS_TOKENS)).encode(), (_AS_TOKENS,)
+_PACKED_SENTINELS = msgspec.msgpack.encode(_SENTINEL_BYTES), (_AS_TOKENS, _AS_HASHES)
 """Texts of the numbers, and as what they may be read."""
 
 _Key = TypeVar("_Key")
@@ -73,23 +73,19 @@ class TemplateCache(Generic[Question]):
         self._decode = decode
         array = re.compile(rb'"(?:%s)" ?: ?\[' % "|".join(fields).encode())
         self._find = recognise.packed_numbers if is_packed else partial(_json_numbers, array)
-        self._sentinels = _PACKED if is_packed else _IN_JSON
+        self._sentinels = _PACKED_SENTINELS if is_packed else _JSON_SENTINELS
         self._name = re.compile(recognise.NAME_PATTERN)
         self._last: dict[bytes, BodyTemplate[Question]] = {}  # by the text before the numbers, the newest one
         self._kept: dict[tuple[bytes, ...], Question | None] = {}  # by the pieces
 
-    def expected(self, data: bytes, start: int) -> tuple[BodyTemplate[Question], int] | None:
-        """Return the template that the body data[start:] is likely to have, judged by its beginning and its end, and
-        where the numbers begin. None: there is none, or the body is msgpack.
-        """
-        if not self._last:
-            return None
+    def expected(self, data: bytes, start: int) -> BodyTemplate[Question] | None:
+        """Return the template that the JSON body data[start:] probably has, judged by its beginning and its end."""
         last = self._last.get(data[start : data.find(b"[", start) + 1])
-        return (last, start + len(last.before)) if last is not None and data.endswith(last.after) else None
+        return last if last is not None and data.endswith(last.after) else None
 
-    def read(self, data: bytes, start: int) -> tuple[BodyTemplate[Question], int] | None:
-        """Return the template of the body data[start:], and where the numbers begin. None: msgspec must decode it."""
-        stop, first, end = self._find(data, start, len(data))
+    def read(self, data: bytes, start: int) -> BodyTemplate[Question] | None:
+        """Return the template of the body data[start:], or None if msgspec must decode it."""
+        stop, _, end = self._find(data, start, len(data))
         if stop < 0 or stop - start + len(data) - end > recognise.MAX_TEMPLATE_BYTES:
             return None
         before, after = data[start:stop], data[end:]
@@ -105,7 +101,7 @@ class TemplateCache(Generic[Question]):
         template = BodyTemplate(question, before, after, pieces)
         if not name and before.find(b"[") == len(before) - 1:
             _keep(self._last, before, template)
-        return template, first
+        return template
 
     def _split(self, before: bytes, after: bytes) -> tuple[bytes, tuple[bytes, bytes, bytes, bytes]]:
         """Return the name of a request, empty if a kernel cannot read it, and the pieces of its template."""
@@ -130,7 +126,10 @@ class TemplateCache(Generic[Question]):
 
 
 def _json_numbers(array: re.Pattern[bytes], data: bytes, start: int, _stop: int) -> tuple[int, int, int]:
-    """See `recognise.packed_numbers`. array: what comes before numbers. The first index is that of the second."""
+    """Find the numbers of a JSON body, see `recognise.packed_numbers`: the first two indices are equal.
+
+    array: pattern of what comes before them.
+    """
     found = array.search(data, start)
     end = -1 if found is None else data.find(b"]", found.end())
     return (-1, -1, -1) if found is None or end < 0 else (found.end(), found.end(), end)

@@ -181,8 +181,8 @@ async def read_body(request: Request, limit: int) -> Body:
         chunk, is_complete = message.get("body", b""), not message.get("more_body", False)
         if len(body) + len(chunk) > limit:
             raise _too_large(limit)
-        if body and chunk:  # it grows in place; to join many parts of a large body would hold up other callers
-            body = bytearray(body) if isinstance(body, bytes) else body
+        if body and chunk and isinstance(body, bytes):
+            body = bytearray(body)  # grows in place; to join many parts of a large body would hold up other callers
         body += chunk
     return body
 

@@ -259,17 +259,19 @@ def _split_line(data: U8Vector, pieces: I64Matrix, borders: I64Matrix, number: i
 def packed_numbers(data: BytesInput, begin: int, stop: int) -> tuple[int, int, int]:
     """Find the first bytes that are a value of the msgpack map `data[begin:stop]`.
 
-    Returns (index of their head, begin, end), or -1 three times if there are none. Other values are not checked.
+    Returns (index of their head, begin, end), or -1 three times if there are none, or if they come so late that there
+    can be no template. Other values are not checked.
     """
+    most = min(stop, begin + MAX_TEMPLATE_BYTES)
     kind, count, at = read_msgpack(data, begin, stop)
     for _ in range(int64(count) if kind == MAP else int64(0)):
-        head = skip(data, at, stop)
+        head = skip(data, at, most)
         if head < 0:
             break
         kind, size, at = read_msgpack(data, head, stop)
         if kind == BIN:
             return head, at, at + int64(size)
-        at = skip(data, head, stop)
+        at = skip(data, head, most)
         if at < 0:
             break
     return int64(_FAILED), int64(_FAILED), int64(_FAILED)
