@@ -74,6 +74,8 @@ class TemplateCache(Generic[Question]):
         array = re.compile(rb'"(?:%s)" ?: ?\[' % "|".join(fields).encode())
         self._find = recognise.packed_numbers if is_packed else partial(_json_numbers, array)
         self._sentinels = _PACKED_SENTINELS if is_packed else _JSON_SENTINELS
+        self._is_packed = is_packed
+        self._seen: set[int] = set()  # hashes of the pieces of packed bodies
         self._name = re.compile(recognise.NAME_PATTERN)
         self._last: dict[bytes, BodyTemplate[Question]] = {}  # by the text before the numbers, the newest one
         self._kept: dict[tuple[bytes, ...], Question | None] = {}  # by the pieces
@@ -91,6 +93,8 @@ class TemplateCache(Generic[Question]):
         before, after = data[start:stop], data[end:]
         name, pieces = self._split(before, after)
         if pieces not in self._kept:
+            if self._is_packed and not self._was_seen(hash(pieces)):
+                return None
             _keep(self._kept, pieces, self._question(*pieces))
         question = self._kept[pieces]
         if question is None:
@@ -102,6 +106,16 @@ class TemplateCache(Generic[Question]):
         if not name and before.find(b"[") == len(before) - 1:
             _keep(self._last, before, template)
         return template
+
+    def _was_seen(self, pieces: int) -> bool:
+        """Return whether a packed body had these pieces before. Only kernels need a template of it, and one that never
+        comes again would cost more than it saves.
+        """
+        if len(self._seen) == _MAX_KEPT:
+            self._seen.clear()
+        was_seen = pieces in self._seen
+        self._seen.add(pieces)
+        return was_seen
 
     def _split(self, before: bytes, after: bytes) -> tuple[bytes, tuple[bytes, bytes, bytes, bytes]]:
         """Return the name of a request, empty if a kernel cannot read it, and the pieces of its template."""

@@ -41,7 +41,10 @@ async def test_queries_of_the_client_do_not_reach_the_protocol(field: str, conne
     prompts: list[dict[str, Any]] = [{field: TOKENS[:end]} for end in range(4, 17)]
     bodies = [msgspec.msgpack.encode(Prompt("m", **prompt).body()) for prompt in prompts]
     queries = [request(body, path, "application/msgpack") for body in bodies]
-    line, single = await connect(), await connect()
+    first, line, single = await connect(), await connect(), await connect()
+    for data in queries[:3]:
+        await first.ask(data)
+    del taken[:]
     for data in queries:
         assert await line.ask(data) == await single.ask(data.replace(path.encode(), path.encode() + b"?"))
     assert len(taken) == 2

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import msgspec
+
 from api.access.tokens import TokenRegistry
 from api.fast.fast_path import FastPath
 from api.fast.heads import HeadReader
@@ -45,6 +47,15 @@ def test_the_bytes_of_a_head_decide_about_its_token() -> None:
     for wrong in (b"Bearer wrong", b"Bearer Right", b"Bearer right2", b"Basic right", b"right", b""):
         assert heads.read(head(b"/query", 1, b"Authorization: " + wrong)) is None
     assert heads.read(head()) is None
+
+
+def test_a_packed_body_has_a_template_when_it_comes_again() -> None:
+    fast_path, packed = lane_of(), msgspec.msgpack.encode({"model_name": "m", "token_ids": bytes(64)})
+    for body, content_type, is_first in ((BODY, b"json", True), (packed, b"msgpack", False)):
+        data = head(length=len(body)).replace(b"json", content_type) + body
+        found = fast_path.heads.read(data)
+        assert found is not None
+        assert [fast_path.request_template(found[0], data, found[1]) is not None for _ in range(2)] == [is_first, True]
 
 
 def test_as_many_heads_and_envelopes_as_a_client_can_invent_are_read() -> None:
