@@ -4,7 +4,7 @@ The figures are those of whoever chose. `kvsight audit` compares them with the l
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -34,6 +34,7 @@ _EXAMPLE_PAGES = 512
 _MAX_EXAMPLE_BYTES = 16_384
 _Choice: TypeAlias = Decision | bytes
 """A decision, or the record of its reservation."""
+_Unread: TypeAlias = Choices | Decision
 _Example: TypeAlias = tuple[_Choice, int | None]
 """A choice, and what the engine reused."""
 
@@ -50,7 +51,7 @@ class DecisionWindow:
         self._finished: dict[int, list[int]] = {}
         self._waiting: OrderedDict[str, _Choice] = OrderedDict()
         self._waiting_bytes = 0
-        self._unread: deque[Choices] = deque()  # they wait, too
+        self._unread: deque[_Unread] = deque()  # they count, and wait, too
         self._num_unread = self._unread_bytes = 0
         self._recent: deque[tuple[str, _Choice, int | None]] = deque(maxlen=_SHOWN)  # with what the engine reused
         self._early: OrderedDict[str, int] = OrderedDict()  # outcomes that came before their decision
@@ -58,10 +59,16 @@ class DecisionWindow:
         self._examples: OrderedDict[tuple[str, str], _Example] = OrderedDict()  # newest last
 
     def take(self, record: DecisionRecord) -> None:
-        """Count a decision, or finish it with its outcome. An id that waits for its outcome counts once."""
-        self._read()
+        """Count a decision, or finish it with its outcome.
+
+        An id that waits for its outcome counts once, or, while choices are unread, once they are read.
+        """
         if isinstance(record, Outcome):
+            self._read()
             self._finish(record.request_id, record.cached_tokens)
+        elif self._unread:  # to read them takes milliseconds, in which nothing else is answered
+            self._count(record)
+            self._put_unread(record)
         elif record.request_id.removesuffix(AT_PREFILL) not in self._waiting:
             # not reported twice, nor counted with the worker that goes on with it
             self._count(record)
@@ -76,30 +83,33 @@ class DecisionWindow:
         _add(self._all, choices.timestamp, choices.sums)
         for worker, requests, tokens, number in choices.lost:
             self._lose("choice", worker, (requests, tokens), choices.record(number), choices.timestamp)
-        self._count_unread(choices, 1)
-        self._unread.append(choices)
+        self._put_unread(choices)
+
+    def _put_unread(self, unread: _Unread) -> None:
+        self._count_unread(unread, 1)
+        self._unread.append(unread)
         if self._finished or self._early:
             self._read()
         while self._unread and (
-            self._num_unread - len(self._unread[0].ends) >= _MAX_UNANSWERED or self._unread_bytes > _MAX_WAITING_BYTES
+            self._num_unread - _size(self._unread[0])[0] >= _MAX_UNANSWERED or self._unread_bytes > _MAX_WAITING_BYTES
         ):
             self._count_unread(self._unread.popleft(), -1)
 
-    def _count_unread(self, choices: Choices, sign: int) -> None:
-        self._num_unread += sign * len(choices.ends)
-        self._unread_bytes += sign * len(choices.records)
+    def _count_unread(self, unread: _Unread, sign: int) -> None:
+        num_choices, num_bytes = _size(unread)
+        self._num_unread += sign * num_choices
+        self._unread_bytes += sign * num_bytes
 
     def _read(self) -> None:
         """Let the choices wait one by one."""
         while self._unread:
-            choices = self._unread.popleft()
-            self._count_unread(choices, -1)
-            for number in range(len(choices.ends)):
-                name, record = choices.name(number), choices.record(number)
-                if name in self._waiting:
-                    self._count(_decision(record), -1)  # the sums of those that were made at once contain it
+            unread = self._unread.popleft()
+            self._count_unread(unread, -1)
+            for name, choice in _each(unread):
+                if name.removesuffix(AT_PREFILL) in self._waiting:
+                    self._count(_decision(choice), -1)  # it counted before it was read
                 else:
-                    self._wait(name, record)
+                    self._wait(name, choice)
         self._trim()
 
     def _count(self, decision: Decision, sign: int = 1) -> None:
@@ -201,6 +211,18 @@ def _num_bytes(choice: _Choice) -> int:
     if isinstance(choice, bytes):
         return _DECISION_BYTES + len(choice)
     return _DECISION_BYTES + len(choice.sequence_hashes) + _CANDIDATE_BYTES * len(choice.candidates)
+
+
+def _size(unread: _Unread) -> tuple[int, int]:
+    """Return the number of choices, and about the bytes that they take in memory."""
+    return (len(unread.ends), len(unread.records)) if isinstance(unread, Choices) else (1, _num_bytes(unread))
+
+
+def _each(unread: _Unread) -> Iterator[tuple[str, _Choice]]:
+    if isinstance(unread, Choices):
+        yield from ((unread.name(number), unread.record(number)) for number in range(len(unread.ends)))
+    else:
+        yield unread.request_id, unread
 
 
 def _shortened(choice: _Choice) -> _Choice:

@@ -295,6 +295,27 @@ def test_an_id_counts_once_until_its_outcome_has_come(is_booked: bool) -> None:
     assert window.report(START).all.requests == 3
 
 
+def test_booked_ones_are_read_when_somebody_asks_and_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    window = Window()
+    with monkeypatch.context() as unread:
+        unread.setattr(Choices, "name", None)
+        window.decide(range(100), is_booked=True)
+        window.decide([100, 0, 99])
+        window.decide([101, 100, 1], is_booked=True)
+        for number in range(102, 162):
+            window.decide([number], is_booked=number % 2 > 0)
+    report = window.report(START)
+    assert (report.all.requests, report.all.prompt_tokens) == (162, 4 * 162)
+    assert {each.request_id for each in report.decisions} == {f"r{number}" for number in range(112, 162)}
+
+
+def test_of_very_many_unread_ones_the_newest_wait() -> None:
+    window = Window()
+    window.decide(range(1_500), is_booked=True)
+    window.decide(range(1_500, 4_000))
+    assert [window.finished(number) for number in (0, 1_999, 2_000, 3_999)] == [0, 0, 1, 2]
+
+
 def test_outcomes_that_are_always_late_are_counted() -> None:
     window = Window()
     for number in range(5_000):
