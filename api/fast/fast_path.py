@@ -40,6 +40,7 @@ _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashe
 
 
 TextAnswer: TypeAlias = Callable[[Any, bytes, int, int], bytes | None]
+"""See `TemplateRoute.answer`."""
 
 
 class GroupAnswers(NamedTuple):

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from api.fast.kernels.recognise import MAX_TEMPLATE_BYTES, packed_numbers
 from api.problems import ProblemError
 from api.queries.body_formats import format_of
 from api.queries.parsing import BY_HASH, BY_TOKENS, decode_question
@@ -175,6 +176,12 @@ def test_bytes_in_another_place_have_no_template(body: list[tuple[str, Any]]) ->
     packed = packed_of(body)
     assert check(packed, BY_TOKENS, MSGPACK)
     assert both_ways.template(packed, MSGPACK) is None
+
+
+def test_bytes_that_come_too_late_for_a_template_are_not_searched() -> None:
+    for num_before, is_found in ((1000, True), (MAX_TEMPLATE_BYTES, False)):
+        packed = packed_of([("x", "y" * num_before), ("token_ids", [1])])
+        assert (packed_numbers(packed, 0, len(packed)) != (-1, -1, -1)) == is_found
 
 
 def test_large_bytes_are_read_by_the_decoder() -> None:
